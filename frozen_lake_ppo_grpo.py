@@ -43,6 +43,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from dataclasses import dataclass
@@ -202,7 +203,9 @@ class Lakes:
 def transition_table(rows: Rows, slippery: bool) -> np.ndarray:
     """(S, 4, K, 4) float64: probability, next cell, reward, terminated; read from gymnasium."""
     table = FrozenLakeEnv(desc=list(rows), is_slippery=slippery).P
-    return np.array([[table[s][a] for a in range(4)] for s in range(len(table))], dtype=np.float64)
+    ended = [(0.0, 0, 0.0, True)] * 2 if slippery else []  # holes and goals have but one outcome
+    outcomes = [[(table[s][a] + ended)[: 1 + len(ended)] for a in range(4)] for s in table]
+    return np.array(outcomes, dtype=np.float64)
 
 
 def build_lakes(maps: list[Rows], slippery: bool, encoding: str, device: torch.device) -> Lakes:
@@ -342,7 +345,7 @@ def sample_batch(
     return Batch(*columns, logp_old=log_probs[columns[0], columns[1]], group_size=group_size)
 
 
-# ======== 5  Update: first the advantages, the only place where the estimators differ; then one loss for all
+# ======== 5  Update: the estimators differ in two functions; the loss is one ======================
 
 
 def prepare_ppo(batch: Batch, value_table: Tensor, args: argparse.Namespace) -> tuple:
@@ -437,7 +440,7 @@ def check_finite(**tensors: Tensor) -> None:
             raise FloatingPointError(f"{name} is NaN or infinite")
 
 
-# ======== 6  Evaluation: exact, by dynamic programming under the step limit, on maps never trained on
+# ======== 6  Evaluation: exact, on maps never trained on ==========================================
 
 
 def success_probability(policy: Tensor, lakes: Lakes, max_episode_steps: int) -> Tensor:
@@ -482,7 +485,7 @@ def evaluate(actor: nn.Module, lakes: Lakes, max_episode_steps: int) -> dict[str
     }
 
 
-# ======== 7  Trainer: networks, optimisers, generators, the step; run folder, checkpoints, exact resume
+# ======== 7  Trainer: state, checkpoints, run folder, loop ========================================
 
 SCRIPT = "frozen_lake_ppo_grpo"
 
@@ -615,10 +618,12 @@ def open_run(folder: Path, args: argparse.Namespace, step: int) -> tuple:
     from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is used
 
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "-q", "HEAD"]
-    git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
+    command, here = ["git", "rev-parse", "--verify", "-q", "HEAD"], Path(__file__).resolve().parent
+    commit = None
+    if shutil.which("git"):
+        commit = subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
     modules = {"torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__}
-    config = vars(args) | modules | {"git_commit": git and git.stdout.strip()}
+    config = vars(args) | modules | {"git_commit": commit or None}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     path = folder / "metrics.jsonl"
     old = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
@@ -655,7 +660,8 @@ def train(args: argparse.Namespace) -> dict:
         stop.append(True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    previous = signal.signal(signal.SIGINT, on_interrupt)
+    main_thread = threading.current_thread() is threading.main_thread()  # else no signal comes
+    previous = signal.signal(signal.SIGINT, on_interrupt) if main_thread else None
     last, unrewarded, result = False, 0, {}
     try:
         while not last:
@@ -698,13 +704,23 @@ def train(args: argparse.Namespace) -> dict:
     except FloatingPointError as error:
         raise FloatingPointError(f"update {trainer.step + 1}: {error} ({folder})") from error
     finally:
-        signal.signal(signal.SIGINT, previous)
+        if main_thread:
+            signal.signal(signal.SIGINT, previous)
         bar.close()
         rows.close()
         writer.close()
     counters = {name: metrics[f"charts/{name}"] for name in ("env_steps", "train_seconds")}
-    ends = {"seconds": time.perf_counter() - began, "run_dir": str(folder), "stopped": bool(stop)}
-    return {name[5:]: value for name, value in result.items()} | {"step": step} | counters | ends
+    return (
+        {name[5:]: value for name, value in result.items()}
+        | counters
+        | {
+            "step": step,
+            "maps": len(set(lakes.maps)),
+            "seconds": time.perf_counter() - began,
+            "run_dir": str(folder),
+            "stopped": bool(stop),
+        }
+    )
 
 
 def play(actor: nn.Module, args: argparse.Namespace, lakes: Lakes, render_mode: str) -> tuple:
@@ -842,18 +858,19 @@ def build_parser() -> argparse.ArgumentParser:
     unit, real = number(float, 0, 1), number(float, 0)
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
 
+    # fmt: off
     flag = parser.add_argument_group("run").add_argument
     flag("--seed", type=natural, default=42, help="of maps, networks, actions; --infer: of the map")
-    flag("--device", type=device_name, default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    flag("--device", type=device_name, default="auto", help="auto (CUDA if here), cpu, cuda:N, mps")
     flag("--threads", type=natural, default=0, help="CPU threads; 0: torch decides")
-    flag("--run_name", "--version", help="name of the run; None: estimator, map, seed")
+    flag("--run_name", "--version", help="name of the run; None: estimator, map size and seed")
     flag("--output_dir", default="runs", help=f"a run goes to OUTPUT_DIR/{SCRIPT}/RUN_NAME")
-    flag("--max_steps", type=positive, default=300, help="updates")
+    flag("--max_steps", type=positive, default=300, help="number of updates")
     flag("--save_steps", type=natural, default=100, help="updates per checkpoint; 0: only the last")
     flag("--eval_every", type=natural, default=50, help="updates per evaluation; 0: only the last")
     flag("--eval_maps", type=positive, default=1000, help="unseen maps to evaluate on")
-    flag("--resume", type=checkpoint_path, metavar="PATH", help="go on from this checkpoint")
-    flag("--infer", type=checkpoint_path, metavar="PATH", help="show this checkpoint's agent")
+    flag("--resume", type=checkpoint_path, metavar="PATH", help="go on exactly from a checkpoint")
+    flag("--infer", type=checkpoint_path, metavar="PATH", help="show the agent of a checkpoint")
     flag("--render", choices=["ansi", "human", "gif"], default="ansi", help="how --infer shows it")
     flag("--greedy", **switch, help="show the most likely actions, not sampled ones")
     flag("--detect_anomaly", **switch, help="torch's search for the origin of a NaN (slow)")
@@ -862,46 +879,49 @@ def build_parser() -> argparse.ArgumentParser:
     flag = parser.add_argument_group("environment").add_argument
     flag("--frozen_lake_size", type=number(int, 4, 64), default=4, help="side of random maps")
     flag("--frozen_lake_slippery", **switch, help="slip sideways two times of three")
-    flag(
-        "--map", "--map_name", type=lake_map, default="random", help="random, 4x4, 8x8 or SFFF/..."
-    )
-    flag("--max_episode_steps", type=positive, help="None: gymnasium's 100; from 8x8 on 200")
-    flag("--state_encoding", choices=["onehot", "scalar"], default="onehot", help="tile planes")
-    flag("--exploring_starts", type=unit, default=0.0, help="share of groups starting on any ice")
+    flag("--map", "--map_name", type=lake_map, default="random",
+         help="random maps, gymnasium's 4x4 or 8x8, or your own rows: SFFF/FHFH/FFFH/HFFG")
+    flag("--max_episode_steps", type=positive,
+         help="time limit; None: gymnasium's, 100 and for maps from 8x8 on 200")
+    flag("--state_encoding", choices=["onehot", "scalar"], default="onehot",
+         help="tiles as S, F, H, G planes, or as the article's one plane S0 G1 F2 H3")
+    flag("--exploring_starts", type=unit, default=0.0,
+         help="share of groups that start on any ice; for large maps, where chance never arrives")
 
     flag = parser.add_argument_group("algorithm").add_argument
-    flag("--adv_estimator", choices=["ppo", "grpo", "rloo"], default="ppo", help="of A_t")
-    flag("--batch_size", type=positive, default=32, help="B, maps an update")
-    flag("--group_size", type=number(int, 2), default=8, help="G, episodes a map")
-    flag("--num_updates_per_batch", type=positive, default=4, help="at 1 the clip never acts")
+    flag("--adv_estimator", choices=["ppo", "grpo", "rloo"], default="ppo",
+         help="A_t by GAE and a critic, by the normalised group, or by leave-one-out")
+    flag("--batch_size", type=positive, default=32, help="B, maps an update, 16..128")
+    flag("--group_size", type=number(int, 2), default=8, help="G, episodes a map, 4..64")
+    flag("--num_updates_per_batch", type=positive, default=4,
+         help="passes over a batch, 1..8; with 1 the ratio is 1 and the clip never acts")
     flag("--actor_learning_rate", type=unit, default=2e-3, help="of Adam, 1e-4..3e-3")
-    flag("--critic_learning_rate", type=unit, default=2e-3, help="ppo: of Adam, 1e-4..3e-3")
-    switch_on = switch | {"default": True}
-    flag("--anneal", **switch_on, help="learning rates and entropy_coef fall to 0 over max_steps")
+    flag("--critic_learning_rate", type=unit, default=2e-3, help="of Adam, 1e-4..3e-3; ppo only")
+    flag("--anneal", **switch | {"default": True},
+         help="learning rates and entropy_coef fall linearly to 0 at max_steps")
     flag("--max_grad_norm", type=real, default=0.5, help="clips the gradient of each network")
-    flag("--feature_size", type=positive, default=32, help="channels of the convolutions")
-    flag("--gamma", type=unit, help="discount; None: ppo 0.95, grpo and rloo 1")
-    flag("--lam", type=unit, default=0.95, help="ppo: GAE's lambda; 0: TD, 1: Monte Carlo")
-    flag("--clip_epsilon", type=unit, default=0.2, help="epsilon, 0.1..0.3")
-    flag("--clip_epsilon_high", type=real, help="upper epsilon, DAPO 0.28; None: clip_epsilon")
-    flag("--entropy_coef", type=real, default=0.0, help="c_H, entropy bonus, 0..0.1")
-    flag("--critic_loss_coef", type=real, default=1.0, help="ppo: factor of the value loss")
-    flag("--whiten_rewards", **switch, help="ppo: divide rewards by their std over the batch")
-    flag("--scale_rewards", choices=["group", "batch", "none"], default="group", help="grpo: std")
-    flag("--loss_type", choices=["bnpo", "grpo", "dr_grpo"], default="bnpo", help="see aggregate()")
-    level = {"choices": ["token", "sequence"], "default": "token"}
-    flag("--importance_sampling_level", **level, help="grpo, rloo: ratio per step, per episode")
+    flag("--feature_size", type=positive, default=32, help="channels of the convolutions, 16..128")
+    flag("--gamma", type=unit,
+         help="discount; None: 0.95 for ppo, 1 for grpo and rloo; below 1 a shorter way is better")
+    flag("--lam", type=unit, default=0.95, help="lambda of GAE: 0 TD, 1 Monte Carlo; ppo only")
+    flag("--clip_epsilon", type=unit, default=0.2, help="epsilon of the clip, 0.1..0.3")
+    flag("--clip_epsilon_high", type=real, help="upper epsilon, DAPO: 0.28; None: clip_epsilon")
+    flag("--entropy_coef", type=real, default=0.0, help="c_H, weight of the entropy, 0..0.1")
+    flag("--critic_loss_coef", type=real, default=1.0, help="weight of the value loss; ppo only")
+    flag("--whiten_rewards", **switch, help="divide rewards by their std in the batch; ppo only")
+    flag("--scale_rewards", choices=["group", "batch", "none"], default="group",
+         help="std that divides A: the group's, the batch's, or none (Dr. GRPO); grpo only")
+    flag("--loss_type", choices=["bnpo", "grpo", "dr_grpo"], default="bnpo",
+         help="mean over all steps; over each episode, then over episodes; sum / constant length")
+    flag("--importance_sampling_level", choices=["token", "sequence"], default="token",
+         help="one ratio per step, or one per episode (GSPO)")
     flag("--beta", type=real, default=0.0, help="weight of the k3 KL to the reference, 0..0.1")
-    flag("--reference", type=checkpoint_path, metavar="PATH", help="None: the initial policy")
+    flag("--reference", type=checkpoint_path, metavar="PATH",
+         help="checkpoint of the reference policy; None: the initial policy")
+    # fmt: on
     return parser
 
 
-CRITIC_FLAGS = {"lam", "critic_learning_rate", "critic_loss_coef", "whiten_rewards"}
-UNUSED = {  # flags without effect: giving one is an error
-    "ppo": {"scale_rewards", "importance_sampling_level"},
-    "grpo": CRITIC_FLAGS,
-    "rloo": CRITIC_FLAGS | {"scale_rewards"},
-}
 # what the command line may change of a checkpoint's flags
 FREE = {"resume", "infer", "device", "threads", "quiet"}
 RESUME_FREE = FREE | {"max_steps", "save_steps", "eval_every", "detect_anomaly"}
@@ -929,10 +949,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --max_steps: {saved['counters'][0]} updates are done already")
     if "frozen_lake_size" in given and args.map != "random":
         parser.error("argument --frozen_lake_size: not with --map, which has its own size")
-    unused = UNUSED[args.adv_estimator] | ({"reference"} if args.beta == 0 else set())
-    for name in sorted(given & unused):
-        why = "beta 0" if name == "reference" else f"adv_estimator {args.adv_estimator}"
-        parser.error(f"argument --{name}: has no effect with --{why}")
+    ppo = args.adv_estimator == "ppo"
+    if args.whiten_rewards and not ppo:
+        parser.error("argument --whiten_rewards: needs --adv_estimator ppo")
+    if "scale_rewards" in given and args.adv_estimator != "grpo":
+        parser.error("argument --scale_rewards: needs --adv_estimator grpo")
+    if args.reference and args.beta == 0:
+        parser.error("argument --reference: needs --beta above 0")
     for name in ("infer", "reference"):
         if getattr(args, name) and not args.resume:
             config = load_checkpoint(getattr(args, name))["config"]
@@ -943,14 +966,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     _, height, width, _ = network_shape(args)
     if args.gamma is None:
-        args.gamma = 0.95 if args.adv_estimator == "ppo" else 1.0
+        args.gamma = 0.95 if ppo else 1.0
     if args.max_episode_steps is None:
         spec = gym.spec("FrozenLake8x8-v1" if max(height, width) >= 8 else "FrozenLake-v1")
         args.max_episode_steps = spec.max_episode_steps
+    rows = ["S" + "F" * (width - 1)] + ["F" * width] * (height - 2) + ["F" * (width - 1) + "G"]
+    lake = tuple(rows if args.map == "random" else args.map.split("/"))
+    lakes = build_lakes([lake], args.frozen_lake_slippery, "onehot", torch.device("cpu"))
+    if from_start(optimal_success(lakes, args.max_episode_steps), lakes) == 0:
+        flag = "max_episode_steps" if args.map == "random" else "map"
+        parser.error(f"argument --{flag}: no way to the goal in {args.max_episode_steps} steps")
     if args.run_name is None:
-        lake = f"{height}x{width}{'' if args.map == 'random' else '-fixed'}"
+        kind = "" if args.map == "random" else "-fixed"
         slippery = "-slippery" if args.frozen_lake_slippery else ""
-        args.run_name = f"{args.adv_estimator}-{lake}{slippery}-seed{args.seed}"
+        args.run_name = f"{args.adv_estimator}-{height}x{width}{kind}{slippery}-seed{args.seed}"
     return args
 
 
@@ -959,10 +988,12 @@ def summary(result: dict, args: argparse.Namespace) -> str:
     sampled, greedy, optimum = (result[name] for name in ("sampled", "greedy", "optimum"))
     share = (max(sampled, greedy) if args.frozen_lake_slippery else sampled) / optimum
     threshold = 0.95 if args.frozen_lake_slippery else 0.99
-    where = f"{args.eval_maps} unseen maps" if args.map == "random" else "the map"
+    where = "the map"
+    if args.map == "random":
+        where = f"{args.eval_maps} unseen maps ({result['maps']} different)"
     lines = [
-        f"success on {where}: sampled {sampled:.4f}, greedy {greedy:.4f}, optimum {optimum:.4f}, "
-        f"uniform policy {result['uniform']:.4f}",
+        f"success on {where}: sampled {sampled:.4f}, greedy {greedy:.4f}; "
+        f"optimum {optimum:.4f}, uniform policy {result['uniform']:.4f}",
         f"{'solved' if share >= threshold else 'not solved'}: {share:.1%} of the optimum "
         f"(threshold {threshold:.0%})",
         f"{result['step']} updates, {result['env_steps']:,} environment steps, "
