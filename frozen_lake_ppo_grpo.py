@@ -46,6 +46,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -75,10 +76,11 @@ def compute_gae(
     next_values[t] is V of the observation that step t led to, before any reset. Termination cuts
     the bootstrap, truncation (the time limit) does not; both cut the recursion.
     """
+    assert rewards.shape == values.shape == next_values.shape
     # delta_t = r_t + gamma * V(s_{t+1}) * (1 - terminated_t) - V(s_t)
     delta = rewards + gamma * next_values * ~terminated - values
     # A_t = delta_t + gamma * lam * (1 - done_t) * A_{t+1}
-    decay = gamma * lam * ~(terminated | truncated)
+    decay = gamma * lam * (~(terminated | truncated)).to(delta.dtype)
     advantages = torch.zeros_like(delta)
     following = torch.zeros_like(delta[:, 0])
     for t in reversed(range(delta.shape[1])):
@@ -122,14 +124,14 @@ def discounted_return(rewards: Tensor, gamma: float) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / std over all unmasked entries (ddof 1), the mean put back unless shift_mean.
+    """(x - mean) / std, or x / std, over all unmasked entries of the batch (ddof 1); masked: 0.
 
-    Over the batch: whitening each episode erases which one was better (erratum 3). Masked: 0.
+    Over the batch: whitening each episode erases which one was better (erratum 3).
     """
     kept = x[mask]
-    mean = kept.mean()
-    std = ((kept - mean).square().sum() / max(kept.numel() - 1, 1)).sqrt()
-    return ((x - mean) / (std + 1e-8) + (0.0 if shift_mean else mean)) * mask
+    std = ((kept - kept.mean()).square().sum() / max(kept.numel() - 1, 1)).sqrt()
+    # NOT IN ARTICLE: without the shift, 0 stays 0; put back, the mean would fine every step
+    return (x - kept.mean() if shift_mean else x) / (std + 1e-8) * mask
 
 
 def importance_ratio(logp: Tensor, logp_old: Tensor, mask: Tensor, level: str = "token") -> Tensor:
@@ -173,6 +175,13 @@ def categorical_entropy(log_probs: Tensor) -> Tensor:
     """Entropy in nats over the last dimension."""
     # H = -sum_a pi(a) * log pi(a)
     return -(log_probs.exp() * log_probs).sum(dim=-1)
+
+
+def value_loss(values: Tensor, returns: Tensor) -> Tensor:
+    """Half the mean squared error of the critic."""
+    assert values.shape == returns.shape
+    # L_V = 1/2 * E[(V(s_t) - R_t)^2]
+    return 0.5 * (values - returns).square().mean()
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
@@ -410,12 +419,10 @@ def update_model(
             metrics["kl_ref"] = kl_k3(logp, logp_ref)[mask].mean()
         if returns is not None:
             values = trainer.critic(observations).squeeze(1)[where]  # (R, 1) -> (R,) -> (E, T)
-            assert values.shape == returns.shape
-            # L_V = 1/2 * E[(V(s_t) - R_t)^2]
-            value_loss = 0.5 * (values - returns)[mask].square().mean()
-            critic_loss = args.critic_loss_coef * value_loss
-            descend(trainer.critic, trainer.critic_optimizer, critic_loss, args.max_grad_norm)
-            metrics["value_loss"] = value_loss
+            critic_loss = value_loss(values[mask], returns[mask])
+            scaled = args.critic_loss_coef * critic_loss
+            descend(trainer.critic, trainer.critic_optimizer, scaled, args.max_grad_norm)
+            metrics["value_loss"] = critic_loss
             metrics["explained_variance"] = explained_variance(values[mask], returns[mask])
         history.append({f"losses/{name}": value.item() for name, value in metrics.items()})
     return {name: sum(row[name] for row in history) / len(history) for name in history[0]}
@@ -662,7 +669,7 @@ def train(args: argparse.Namespace) -> dict:
 
     main_thread = threading.current_thread() is threading.main_thread()  # else no signal comes
     previous = signal.signal(signal.SIGINT, on_interrupt) if main_thread else None
-    last, unrewarded, result = False, 0, {}
+    last, warned, result, recent = False, False, {}, deque(maxlen=20)
     try:
         while not last:
             start = time.perf_counter()
@@ -684,12 +691,13 @@ def train(args: argparse.Namespace) -> dict:
             shown = {"score": metrics["score/mean"]} | {k[5:]: v for k, v in result.items()}
             bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items()})
             bar.update()
-            unrewarded = unrewarded + 1 if metrics["score/max"] == 0 else 0
-            if unrewarded == 20 and not args.quiet:
+            recent.append((metrics["group/zero_std_frac"], metrics["score/mean"]))
+            flat, score = (sum(column) / 20 for column in zip(*recent, strict=True))
+            if len(recent) == 20 and flat > 0.9 and score < 0.1 and not args.quiet and not warned:
+                warned = True
                 tqdm.write(
-                    "warning: 20 updates without one success: "
-                    f"{metrics['group/zero_std_frac']:.0%} of the groups are flat, so there is no "
-                    "gradient. Try --exploring_starts 0.9 (docs/frozen_lake.md)"
+                    f"warning: {flat:.0%} of the groups of the last 20 updates were flat and success "
+                    f"is {score:.1%}: next to no gradient. Try --exploring_starts 0.9"
                 )
             if args.save_steps and step % args.save_steps == 0:
                 trainer.save_model(folder / f"checkpoint-{step:06d}.pt")

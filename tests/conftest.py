@@ -1,0 +1,31 @@
+"""Shared by all tests: golden values, and a short way to run a script's main() without noise."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def golden(name: str) -> dict:
+    """Reference values computed by SB3, CleanRL and TRL; see tests/golden/README.md."""
+    return json.loads((ROOT / "tests" / "golden" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def restore_torch():
+    """A test may set threads and the global generator; the next one starts afresh."""
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
