@@ -406,38 +406,30 @@ def update_model(
         if args.beta > 0:
             objective = objective - args.beta * kl_k3(logp, logp_ref)
         loss = -aggregate(objective, mask, args.loss_type, args.max_episode_steps)
-        grad_norm = descend(trainer.actor, trainer.actor_optimizer, loss, args.max_grad_norm)
         clipped = (ratio < 1 - low) | (ratio > 1 + high)
         metrics = {
             "policy_loss": -aggregate(surrogate, mask, args.loss_type, args.max_episode_steps),
             "entropy": entropy[mask].mean(),
             "approx_kl": kl_k3(batch.logp_old, logp)[mask].mean(),  # 0 in the first pass
             "clipfrac": clipped[mask].float().mean(),
-            "grad_norm": grad_norm,
         }
         if args.beta > 0:
             metrics["kl_ref"] = kl_k3(logp, logp_ref)[mask].mean()
         if returns is not None:
             values = trainer.critic(observations).squeeze(1)[where]  # (R, 1) -> (R,) -> (E, T)
-            critic_loss = value_loss(values[mask], returns[mask])
-            scaled = args.critic_loss_coef * critic_loss
-            descend(trainer.critic, trainer.critic_optimizer, scaled, args.max_grad_norm)
-            metrics["value_loss"] = critic_loss
+            metrics["value_loss"] = value_loss(values[mask], returns[mask])
             metrics["explained_variance"] = explained_variance(values[mask], returns[mask])
+            loss = loss + args.critic_loss_coef * metrics["value_loss"]
+
+        trainer.optimizer.zero_grad()
+        loss.backward()
+        for group in trainer.optimizer.param_groups:  # actor, critic: each has its own norm
+            grad_norm = nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+            metrics.setdefault("grad_norm", grad_norm)
+            check_finite(loss=loss, gradient=grad_norm)
+        trainer.optimizer.step()
         history.append({f"losses/{name}": value.item() for name, value in metrics.items()})
     return {name: sum(row[name] for row in history) / len(history) for name in history[0]}
-
-
-def descend(
-    network: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, max_grad_norm: float
-) -> Tensor:
-    """One step down the loss. Returns the gradient's norm before clipping."""
-    optimizer.zero_grad()
-    loss.backward()
-    grad_norm = nn.utils.clip_grad_norm_(network.parameters(), max_grad_norm)
-    check_finite(loss=loss, gradient=grad_norm)
-    optimizer.step()
-    return grad_norm
 
 
 def check_finite(**tensors: Tensor) -> None:
@@ -508,24 +500,23 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.rng = np.random.default_rng(args.seed)  # maps
         self.generator = torch.Generator(self.device).manual_seed(args.seed)  # actions, outcomes
-        # the unseen maps do not follow the seed, so that the results of all seeds compare
-        self.eval_lakes = self.make_lakes(np.random.default_rng(0), args.eval_maps, held_out=True)
+        # all seeds are evaluated on the same unseen maps; --infer shows one by its --seed
+        unseen = np.random.default_rng(args.seed if args.infer else 0)
+        self.eval_lakes = self.make_lakes(unseen, args.eval_maps, held_out=True)
         shape = network_shape(args)
         self.actor = ConvNet(*shape, outputs=4).to(self.device)
-        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), args.actor_learning_rate)
-        self.parts = {"actor": self.actor, "actor_optimizer": self.actor_optimizer}
+        self.parts = {"actor": self.actor}
+        groups = [{"params": self.actor.parameters(), "rate": args.actor_learning_rate}]
         if args.adv_estimator == "ppo":
-            self.critic = ConvNet(*shape, outputs=1).to(self.device)
-            critic, rate = self.critic.parameters(), args.critic_learning_rate
-            self.critic_optimizer = torch.optim.Adam(critic, rate)
-            self.parts |= {"critic": self.critic, "critic_optimizer": self.critic_optimizer}
+            self.parts["critic"] = self.critic = ConvNet(*shape, outputs=1).to(self.device)
+            groups += [{"params": self.critic.parameters(), "rate": args.critic_learning_rate}]
+        self.parts["optimizer"] = self.optimizer = torch.optim.Adam(groups)
         if args.beta > 0:
-            self.reference = ConvNet(*shape, outputs=4).to(self.device)
+            self.parts["reference"] = self.reference = ConvNet(*shape, outputs=4).to(self.device)
             weights = self.actor.state_dict()
             if args.reference and not args.resume:  # a resumed run's checkpoint holds it
                 weights = load_checkpoint(args.reference)["parts"]["actor"]
             self.reference.load_state_dict(weights)
-            self.parts["reference"] = self.reference
 
     def make_lakes(self, rng: np.random.Generator, number: int, held_out: bool) -> Lakes:
         """Random maps; or the fixed one, once if held_out: there is no other to evaluate on."""
@@ -553,11 +544,9 @@ class Trainer:
         limit = args.max_episode_steps
         batch = sample_batch(log_probs, lakes, start, args.group_size, limit, self.generator)
 
-        learning_rate = args.actor_learning_rate * self.annealing()
-        self.actor_optimizer.param_groups[0]["lr"] = learning_rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["rate"] * self.annealing()
         if args.adv_estimator == "ppo":
-            critic_rate = args.critic_learning_rate * self.annealing()
-            self.critic_optimizer.param_groups[0]["lr"] = critic_rate
             value_table = evaluate_cells(self.critic, lakes).squeeze(1)  # (B * S,)
             advantages, returns = prepare_ppo(batch, value_table, args)
         else:
@@ -576,7 +565,7 @@ class Trainer:
             "group/reward_std": scores.std(dim=1).mean().item(),
             "charts/episodic_return": scores.mean().item(),
             "charts/episodic_length": batch.mask.sum(dim=1).float().mean().item(),
-            "charts/learning_rate": learning_rate,
+            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
         }
 
     def save_model(self, path: Path) -> None:
@@ -625,12 +614,14 @@ def open_run(folder: Path, args: argparse.Namespace, step: int) -> tuple:
     from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is used
 
     folder.mkdir(parents=True, exist_ok=True)
-    command, here = ["git", "rev-parse", "--verify", "-q", "HEAD"], Path(__file__).resolve().parent
-    commit = None
-    if shutil.which("git"):
-        commit = subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
-    modules = {"torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__}
-    config = vars(args) | modules | {"git_commit": commit or None}
+    head = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    git = shutil.which("git") and subprocess.run(head, capture_output=True, text=True)
+    config = vars(args) | {
+        "git_commit": git.stdout.strip() if git and git.returncode == 0 else None,
+        "torch": torch.__version__,
+        "gymnasium": gym.__version__,
+        "numpy": np.__version__,
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     path = folder / "metrics.jsonl"
     old = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
@@ -652,6 +643,9 @@ def train(args: argparse.Namespace) -> dict:
         "eval/uniform": from_start(success_probability(uniform, lakes, limit), lakes),
     }
     folder = Path(args.output_dir) / SCRIPT / args.run_name
+    if bounds["eval/optimum"] == 0:
+        flag = "max_episode_steps" if args.map == "random" else "map"
+        raise ValueError(f"argument --{flag}: no way to the goal in {limit} steps")
     if args.resume:
         trainer.load_model(args.resume)
         folder = Path(args.resume).parent
@@ -696,7 +690,7 @@ def train(args: argparse.Namespace) -> dict:
             if len(recent) == 20 and flat > 0.9 and score < 0.1 and not args.quiet and not warned:
                 warned = True
                 tqdm.write(
-                    f"warning: {flat:.0%} of the groups of the last 20 updates were flat and success "
+                    f"warning: {flat:.0%} of the groups of the last 20 updates were flat, success "
                     f"is {score:.1%}: next to no gradient. Try --exploring_starts 0.9"
                 )
             if args.save_steps and step % args.save_steps == 0:
@@ -780,7 +774,7 @@ def infer(args: argparse.Namespace) -> None:
     """Show a trained agent on a map it was not trained on (or on its one fixed map)."""
     trainer, limit = Trainer(args), args.max_episode_steps
     trainer.actor.load_state_dict(load_checkpoint(args.infer)["parts"]["actor"])
-    lakes = trainer.make_lakes(np.random.default_rng(args.seed), 1, held_out=True)
+    lakes = trainer.eval_lakes
     actions = evaluate_cells(trainer.actor, lakes).argmax(dim=1).tolist()
     print("the map, and the most likely action of each cell:")
     for row, tiles in enumerate(lakes.maps[0]):
@@ -960,8 +954,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     ppo = args.adv_estimator == "ppo"
     if args.whiten_rewards and not ppo:
         parser.error("argument --whiten_rewards: needs --adv_estimator ppo")
-    if "scale_rewards" in given and args.adv_estimator != "grpo":
-        parser.error("argument --scale_rewards: needs --adv_estimator grpo")
     if args.reference and args.beta == 0:
         parser.error("argument --reference: needs --beta above 0")
     for name in ("infer", "reference"):
@@ -978,12 +970,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.max_episode_steps is None:
         spec = gym.spec("FrozenLake8x8-v1" if max(height, width) >= 8 else "FrozenLake-v1")
         args.max_episode_steps = spec.max_episode_steps
-    rows = ["S" + "F" * (width - 1)] + ["F" * width] * (height - 2) + ["F" * (width - 1) + "G"]
-    lake = tuple(rows if args.map == "random" else args.map.split("/"))
-    lakes = build_lakes([lake], args.frozen_lake_slippery, "onehot", torch.device("cpu"))
-    if from_start(optimal_success(lakes, args.max_episode_steps), lakes) == 0:
-        flag = "max_episode_steps" if args.map == "random" else "map"
-        parser.error(f"argument --{flag}: no way to the goal in {args.max_episode_steps} steps")
     if args.run_name is None:
         kind = "" if args.map == "random" else "-fixed"
         slippery = "-slippery" if args.frozen_lake_slippery else ""
@@ -1022,9 +1008,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped at once; the last checkpoint is whole", file=sys.stderr)
         return 130
-    except (FloatingPointError, OSError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     if result and not args.quiet:
         print(summary(result, args))
     return 130 if result and result["stopped"] else 0
