@@ -21,6 +21,7 @@ def restore_torch():
     """A test may set threads and the global generator; the next one starts afresh."""
     threads = torch.get_num_threads()
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # small tensors: a second thread gains little, and waits when shared
     yield
     torch.set_num_threads(threads)
 

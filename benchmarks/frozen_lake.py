@@ -1,0 +1,401 @@
+"""Every number of docs/frozen_lake.md about frozen_lake_ppo_grpo.py, measured again.
+
+Run:  python benchmarks/frozen_lake.py                all parts, about 70 minutes on two CPU cores
+      python benchmarks/frozen_lake.py sampling runs  only these; the other parts' results stay
+      python benchmarks/frozen_lake.py --tables       only write the tables of docs anew
+
+Results go to benchmarks/results/frozen_lake.json, tables to docs/frozen_lake.md (between its
+`<!-- table NAME -->` marks). Nothing else should run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import gymnasium as gym  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import frozen_lake_ppo_grpo as fl  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "frozen_lake.json"
+PAGE = ROOT / "docs" / "frozen_lake.md"
+
+# the documented lines; the estimator and the seed come on top
+PLAIN = ""
+SLIPPERY = (
+    "--frozen_lake_slippery --batch_size 64 --group_size 16 --actor_learning_rate 1e-3 "
+    "--entropy_coef 0.05 --gamma 0.995 --max_steps 1000"
+)
+LARGE = "--frozen_lake_size 8 --exploring_starts 0.9 --batch_size 64 --max_steps 1000"
+ARTICLE = (
+    "--batch_size 32 --group_size 8 --num_updates_per_batch 1 --actor_learning_rate 1e-4 "
+    "--critic_learning_rate 3e-4 --max_steps 1000 --gamma 0.9 --lam 0.95 --clip_epsilon 0.2 "
+    "--entropy_coef 0 --critic_loss_coef 1 --max_grad_norm 0.5 --feature_size 128 "
+    "--state_encoding scalar --no-anneal"
+)
+SMALL_SLIPPERY = "--frozen_lake_slippery --actor_learning_rate 1e-3 --max_steps 600"
+COLLAPSE = {
+    "as the default run, at learning rate 1e-3": "",
+    "learning rate 3e-4": "--actor_learning_rate 3e-4",
+    "128 x 16 episodes": "--batch_size 128 --group_size 16",
+    "advantages divided by the batch's std": "--scale_rewards batch",
+    "entropy bonus 0.01": "--entropy_coef 0.01",
+    "entropy bonus 0.05": "--entropy_coef 0.05",
+    "entropy bonus 0.05, not annealed": "--entropy_coef 0.05 --no-anneal",
+    "entropy bonus 0.05, 64 x 16 episodes": "--entropy_coef 0.05 --batch_size 64 --group_size 16",
+}
+SEEDS = range(5)
+
+
+def train(flags: str, estimator: str, seed: int) -> dict:
+    """One run in a temporary folder; its result, its last metrics and when it first was solved."""
+    with tempfile.TemporaryDirectory() as folder:
+        common = f"--adv_estimator {estimator} --seed {seed} --output_dir {folder} --quiet"
+        args = fl.parse_args([*shlex.split(flags), *shlex.split(common)])
+        result = fl.train(args)
+        rows = Path(result["run_dir"], "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(row) for row in rows]
+        checkpoint = fl.load_checkpoint(str(Path(result["run_dir"], "checkpoint-last.pt")))
+    actor = fl.ConvNet(*fl.network_shape(args), outputs=4)
+    actor.load_state_dict(checkpoint["parts"]["actor"])
+    tail = rows[-20:]
+    mean = lambda name: statistics.mean(row[name] for row in tail)  # noqa: E731
+    reached = [row for row in rows if row.get("eval/sampled", 0) >= 0.99]
+    return {
+        "estimator": estimator,
+        "seed": seed,
+        **{k: result[k] for k in ("sampled", "greedy", "optimum", "uniform", "maps")},
+        **different_maps(actor, args),
+        "updates": result["step"],
+        "env_steps": result["env_steps"],
+        "train_seconds": result["train_seconds"],
+        "seconds_to_0.99": reached[0]["charts/train_seconds"] if reached else None,
+        "length": mean("charts/episodic_length"),
+        "entropy": mean("losses/entropy"),
+        "flat": mean("group/zero_std_frac"),
+        "flat_first_20": statistics.mean(row["group/zero_std_frac"] for row in rows[:20]),
+        "curve": [
+            [row["step"], row["eval/sampled"], row["eval/greedy"]]
+            for row in rows
+            if "eval/sampled" in row
+        ],
+    }
+
+
+def different_maps(actor: fl.ConvNet, args: argparse.Namespace, number: int = 1000) -> dict:
+    """The same evaluation on `number` unseen maps of which no two are equal: rarer, harder ones."""
+    if args.frozen_lake_size > 4:  # there no two are equal anyway
+        return {}
+    rng, maps = np.random.default_rng(0), {}
+    while len(maps) < number:
+        maps |= dict.fromkeys(fl.draw_maps(rng, 1000, args.frozen_lake_size, held_out=True))
+    device = torch.device("cpu")
+    some = list(maps)[:number]
+    lakes = fl.build_lakes(some, args.frozen_lake_slippery, args.state_encoding, device)
+    result = fl.evaluate(actor, lakes, args.max_episode_steps)
+    best = fl.from_start(fl.optimal_success(lakes, args.max_episode_steps), lakes)
+    return {
+        "different_sampled": result["eval/sampled"],
+        "different_greedy": result["eval/greedy"],
+        "different_optimum": best,
+    }
+
+
+def grid(lines: dict[str, str], estimators: list[str], seeds=SEEDS) -> list[dict]:
+    """All runs of these lines x estimators x seeds."""
+    jobs = [(name, e, seed) for name in lines for e in estimators for seed in seeds]
+    bar = tqdm(jobs, desc="runs", dynamic_ncols=True)
+    return [{"line": name} | train(lines[name], e, seed) for name, e, seed in bar]
+
+
+def part_runs() -> list[dict]:
+    return grid({"plain": PLAIN, "slippery": SLIPPERY}, ["ppo", "grpo", "rloo"])
+
+
+def part_greedy() -> list[dict]:
+    return grid({f"{g}": f"--gamma {g}" for g in (1, 0.99, 0.95, 0.9, 0.8)}, ["grpo"])
+
+
+def part_collapse() -> list[dict]:
+    return grid({k: f"{SMALL_SLIPPERY} {v}" for k, v in COLLAPSE.items()}, ["grpo"]) + grid(
+        {"as the default run, at learning rate 1e-3": f"{SMALL_SLIPPERY} --gamma 0.995",
+         "entropy bonus 0.05": f"{SMALL_SLIPPERY} --gamma 0.995 --entropy_coef 0.05",
+         "entropy bonus 0.05, gamma 1": f"{SMALL_SLIPPERY} --gamma 1 --entropy_coef 0.05"}, ["ppo"]
+    )  # fmt: skip
+
+
+def part_large() -> list[dict]:
+    without = "--frozen_lake_size 8 --batch_size 64 --max_steps 100"
+    found = grid({"exploring starts": LARGE}, ["ppo", "grpo"])
+    return found + grid({"without": without}, ["ppo", "grpo"])
+
+
+def part_article() -> list[dict]:
+    return grid({"article's settings": ARTICLE}, ["ppo", "grpo"], range(3))
+
+
+def plain_loop(
+    actor: fl.ConvNet, lakes: fl.Lakes, group_size: int, limit: int
+) -> tuple[int, float]:
+    """The article's way: one environment, one forward pass, one step at a time. (steps, seconds)"""
+    start, steps = time.perf_counter(), 0
+    for index, rows in enumerate(lakes.maps):
+        env = gym.make("FrozenLake-v1", desc=list(rows), is_slippery=False, max_episode_steps=limit)
+        first = index * lakes.live.shape[1]
+        for _ in range(group_size):
+            cell, _ = env.reset()
+            done = False
+            while not done:
+                with torch.no_grad():
+                    logits = actor(fl.observe(lakes, torch.tensor([first + cell])))
+                    action = torch.distributions.Categorical(logits=logits).sample().item()
+                cell, _, terminated, truncated, _ = env.step(action)
+                done = terminated or truncated
+                steps += 1
+        env.close()
+    return steps, time.perf_counter() - start
+
+
+def part_sampling() -> list[dict]:
+    """Steps a second while sampling 32 x 8 episodes: new maps, the policy, the walk. 5 repeats."""
+    args = fl.parse_args(["--adv_estimator", "grpo", "--eval_maps", "1"])
+    rows = []
+    for channels in (32, 128):
+        args.feature_size = channels
+        trainer = fl.Trainer(args)
+        for repeat in range(5):
+            lakes = trainer.make_lakes(trainer.rng, 32, held_out=False)
+            slow_steps, slow_seconds = plain_loop(trainer.actor, lakes, 8, 100)
+            fast_steps, start = 0, time.perf_counter()
+            for _ in range(40):
+                lakes = trainer.make_lakes(trainer.rng, 32, held_out=False)
+                table = fl.evaluate_cells(trainer.actor, lakes).log_softmax(dim=1)
+                batch = fl.sample_batch(table, lakes, lakes.start, 8, 100, trainer.generator)
+                fast_steps += int(batch.mask.sum())
+            fast_seconds = time.perf_counter() - start
+            rows.append(
+                {
+                    "channels": channels,
+                    "repeat": repeat,
+                    "one_pass_per_step": slow_steps / slow_seconds,
+                    "table": fast_steps / fast_seconds,
+                }
+            )
+    return rows
+
+
+def part_scaling() -> list[dict]:
+    """Seconds per update of an untrained policy as batch_size x group_size grows 8-fold twice."""
+    rows = []
+    for estimator in ("ppo", "grpo"):
+        for batch_size, group_size in ((8, 4), (32, 8), (128, 16)):
+            sizes = ["--batch_size", str(batch_size), "--group_size", str(group_size)]
+            flags = ["--adv_estimator", estimator, *sizes, "--actor_learning_rate", "0"]
+            trainer = fl.Trainer(fl.parse_args([*flags, "--eval_maps", "1"]))
+            for _ in range(10):
+                trainer.update()
+            seconds, env_steps = [], trainer.env_steps
+            for _ in range(30):
+                start = time.perf_counter()
+                trainer.update()
+                seconds.append(time.perf_counter() - start)
+            rows.append(
+                {
+                    "estimator": estimator,
+                    "batch_size": batch_size,
+                    "group_size": group_size,
+                    "milliseconds": 1000 * statistics.median(seconds),
+                    "env_steps": (trainer.env_steps - env_steps) / 30,
+                }
+            )
+    return rows
+
+
+PARTS = {
+    "sampling": part_sampling,
+    "scaling": part_scaling,
+    "runs": part_runs,
+    "greedy": part_greedy,
+    "collapse": part_collapse,
+    "large": part_large,
+    "article": part_article,
+}
+
+
+# ---- tables: medians, with (lowest-highest) of the seeds -----------------------------------------
+
+
+def spread(rows: list[dict], name: str, digits: int = 3, scale: float = 1.0) -> str:
+    values = [row[name] * scale for row in rows]
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def groups(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Rows by the values of these fields, in the order in which they come."""
+    found: dict[tuple, list[dict]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return found
+
+
+def table_runs(rows: list[dict]) -> str:
+    header = ["ice", "estimator", "sampled", "greedy", "optimum", "best of the two / optimum"]
+    header += ["updates", "environment steps, million", "training, s"]
+    body = []
+    for (line, estimator), some in groups(rows, "line", "estimator").items():
+        share = [{"share": max(r["sampled"], r["greedy"]) / r["optimum"]} for r in some]
+        body.append(
+            [line, estimator, spread(some, "sampled", 4), spread(some, "greedy", 4)]
+            + [f"{some[0]['optimum']:.4f}", spread(share, "share"), str(some[0]["updates"])]
+            + [spread(some, "env_steps", 2, 1e-6), spread(some, "train_seconds", 1)]
+        )
+    return table(header, body)
+
+
+def table_different(rows: list[dict]) -> str:
+    body = [
+        [line, estimator, spread(some, "different_sampled", 4), spread(some, "different_greedy", 4)]
+        + [f"{some[0]['different_optimum']:.4f}"]
+        for (line, estimator), some in groups(rows, "line", "estimator").items()
+    ]
+    return table(["ice", "estimator", "sampled", "greedy", "optimum"], body)
+
+
+def table_greedy(rows: list[dict]) -> str:
+    body = [
+        [gamma, spread(some, "sampled", 4), spread(some, "greedy", 4), spread(some, "length", 1)]
+        for (gamma,), some in groups(rows, "line").items()
+    ]
+    return table(["gamma", "sampled", "greedy", "steps of an episode"], body)
+
+
+def table_collapse(rows: list[dict]) -> str:
+    header = [
+        "estimator",
+        "variant",
+        "sampled",
+        "greedy",
+        "entropy",
+        "episode, steps",
+        "flat groups",
+    ]
+    body = [
+        [estimator, line, *(spread(some, k) for k in ("sampled", "greedy", "entropy"))]
+        + [spread(some, "length", 1), spread(some, "flat", 2)]
+        for (estimator, line), some in groups(rows, "estimator", "line").items()
+    ]
+    return table(header, body)
+
+
+def table_large(rows: list[dict]) -> str:
+    header = ["8x8", "estimator", "sampled", "greedy", "flat groups, first 20 updates"]
+    header += ["updates", "training, s"]
+    body = [
+        [line, estimator, spread(some, "sampled"), spread(some, "greedy")]
+        + [spread(some, "flat_first_20", 2), str(some[0]["updates"])]
+        + [spread(some, "train_seconds", 0)]
+        for (line, estimator), some in groups(rows, "line", "estimator").items()
+    ]
+    return table(header, body)
+
+
+def table_article(rows: list[dict]) -> str:
+    body = [
+        [estimator, spread(some, "sampled"), spread(some, "greedy"), str(some[0]["updates"])]
+        + [spread(some, "train_seconds", 0)]
+        for (estimator,), some in groups(rows, "estimator").items()
+    ]
+    return table(["estimator", "sampled", "greedy", "updates", "training, s"], body)
+
+
+def table_sampling(rows: list[dict]) -> str:
+    body = []
+    for (channels,), some in groups(rows, "channels").items():
+        ratio = [{"ratio": r["table"] / r["one_pass_per_step"]} for r in some]
+        body.append(
+            [str(channels), spread(some, "one_pass_per_step", 0), spread(some, "table", 0)]
+            + [spread(ratio, "ratio", 0)]
+        )
+    return table(["channels", "one pass per step, steps/s", "table, steps/s", "ratio"], body)
+
+
+def table_scaling(rows: list[dict]) -> str:
+    body = [
+        [r["estimator"], f"{r['batch_size']} x {r['group_size']}", f"{r['env_steps']:.0f}"]
+        + [f"{r['milliseconds']:.1f}"]
+        for r in rows
+    ]
+    return table(["estimator", "maps x episodes", "steps an update", "ms an update"], body)
+
+
+TABLES = {
+    "runs": ("runs", table_runs),
+    "different": ("runs", table_different),
+    "greedy": ("greedy", table_greedy),
+    "collapse": ("collapse", table_collapse),
+    "large": ("large", table_large),
+    "article": ("article", table_article),
+    "sampling": ("sampling", table_sampling),
+    "scaling": ("scaling", table_scaling),
+}
+
+
+def render(page: str, results: dict) -> str:
+    """The page with every table between its marks made from the results."""
+    for name, (part, make) in TABLES.items():
+        if part in results:
+            marks = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
+            text = make(results[part])
+            page = re.sub(marks, lambda m, t=text: m[1] + t + "\n" + m[2], page, flags=re.DOTALL)
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("--tables", action="store_true", help="only write the tables of docs anew")
+    args = parser.parse_args()
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    for part in [] if args.tables else args.parts or PARTS:
+        start = time.perf_counter()
+        results[part] = PARTS[part]()
+        results.setdefault("machine", {})[part] = {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "gymnasium": gym.__version__,
+            "minutes": (time.perf_counter() - start) / 60,
+        }
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        for name, (source, make) in TABLES.items():
+            if source == part:
+                print(f"\n{name}\n{make(results[part])}")
+    if PAGE.exists():
+        PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""docs/errata.md, shown: the faulty form runs beside ours. A test's name carries the number."""
+
+import random
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+from torch import nn
+
+import frozen_lake_ppo_grpo as fl
+
+CPU = torch.device("cpu")
+
+
+def gae_by_the_article(rewards, values, gamma=0.9, lam=0.95):
+    """One trajectory with an action-less row for the terminal state, next value 0 after it."""
+    advantages, following = [], 0.0
+    next_values = [*values[1:], 0.0]
+    for t in reversed(range(len(rewards))):
+        following = rewards[t] + gamma * next_values[t] - values[t] + gamma * lam * following
+        advantages.insert(0, following)
+    return torch.tensor(advantages)
+
+
+def our_gae(rewards, values, terminated, final_value=0.0, gamma=0.9, lam=0.95):
+    """One episode of actions; the observation after the last one is worth final_value."""
+    rewards, values = torch.tensor([rewards]), torch.tensor([values])
+    next_values = torch.cat([values[:, 1:], torch.tensor([[final_value]])], dim=1)
+    end = torch.zeros_like(rewards, dtype=torch.bool)
+    end[0, -1] = True
+    never = torch.zeros_like(end)
+    flags = (end, never) if terminated else (never, end)
+    return fl.compute_gae(rewards, values, next_values, *flags, gamma, lam)[0]
+
+
+def test_erratum_1_maps_ignore_the_seed():
+    def faulty():
+        random.seed(42)
+        np.random.seed(42)
+        torch.manual_seed(42)
+        return [generate_random_map(8) for _ in range(3)]  # has a generator of its own
+
+    assert faulty() != faulty()
+    ours = [fl.draw_maps(np.random.default_rng(42), 3, 8, held_out=False) for _ in range(2)]
+    assert ours[0] == ours[1]
+
+
+def test_erratum_2_the_reward_is_discounted_once_too_often():
+    """Three steps to the goal, a perfect critic (V(goal) = 1 in the article's form)."""
+    values = [0.729, 0.81, 0.9, 1.0]  # the terminal state is a row
+    faulty = gae_by_the_article([0.0, 0.0, 0.0, 1.0], values) + torch.tensor(values)
+    assert faulty[2].item() == pytest.approx(0.9)  # the last action's return
+    values = [0.81, 0.9, 1.0]
+    ours = our_gae([0.0, 0.0, 1.0], values, terminated=True) + torch.tensor(values)
+    assert ours.tolist() == pytest.approx([0.81, 0.9, 1.0])
+    # and with V = 0: the last action's advantage is gamma * lam, not 1
+    assert gae_by_the_article([0.0, 1.0], [0.0, 0.0])[0].item() == pytest.approx(0.855)
+    assert our_gae([1.0], [0.0], terminated=True).item() == pytest.approx(1.0)
+
+
+def test_erratum_3_whitening_each_trajectory_makes_a_fall_as_good_as_a_success():
+    whiten_one = lambda x: (x - x.mean()) / (x.std() + 1e-8)  # noqa: E731
+    for start, hole, sign in ((0.30, 0.05, -1), (0.05, 0.30, 1), (0.10, 0.12, 1)):
+        faulty = whiten_one(gae_by_the_article([0.0, 0.0], [start, hole]))
+        assert faulty[0].item() == pytest.approx(sign * 0.5**0.5, abs=1e-4)  # the critic's noise
+
+    # untrained critics: the step into a hole is praised or blamed by the luck of their weights
+    shares = []
+    for seed in range(10):
+        flags = ["--gamma", "0.9", "--eval_maps", "1", "--seed", str(seed)]
+        trainer = fl.Trainer(fl.parse_args(flags))
+        lakes = trainer.make_lakes(trainer.rng, 32, held_out=False)
+        policy = fl.evaluate_cells(trainer.actor, lakes).log_softmax(dim=1)
+        batch = fl.sample_batch(policy, lakes, lakes.start, 8, 100, trainer.generator)
+        with torch.no_grad():  # the article's critic judges holes, too
+            value = trainer.critic(fl.observe(lakes, torch.arange(lakes.live.numel()))).squeeze(1)
+        praised = []
+        for e in (batch.rewards.sum(dim=1) == 0).nonzero().flatten():
+            cells = batch.cells[e, batch.mask[e]].tolist()
+            if not batch.truncated[e].any():
+                states = [*cells, int(batch.next_cells[e, len(cells) - 1])]
+                raw = gae_by_the_article([0.0] * len(states), value[states].tolist())
+                praised.append(bool(whiten_one(raw)[len(cells) - 1] > 0))
+        shares.append(sum(praised) / len(praised))
+
+        ours, _ = fl.prepare_ppo(
+            batch, fl.evaluate_cells(trainer.critic, lakes).squeeze(1), trainer.args
+        )
+        goal = batch.rewards == 1
+        fall = batch.terminated & ~goal
+        assert ours[goal].min() > 1  # always praised, and far more than any fall
+        assert ours[goal].min() > ours[fall].max()
+    assert min(shares) < 0.2 and max(shares) > 0.8, shares
+
+
+def test_erratum_4_with_one_update_a_batch_the_clip_never_acts():
+    flags = ["--adv_estimator", "grpo", "--actor_learning_rate", "3e-3", "--no-anneal"]
+    flags += ["--eval_maps", "1", "--num_updates_per_batch"]
+    one, four = (fl.Trainer(fl.parse_args([*flags, passes])) for passes in ("1", "4"))
+    assert all(one.update()["losses/clipfrac"] == 0 for _ in range(8))
+    assert one.update()["losses/approx_kl"] == pytest.approx(0, abs=1e-8)
+    assert max(four.update()["losses/clipfrac"] for _ in range(8)) > 0
+
+
+def test_erratum_4_beyond_the_clip_a_negative_advantage_still_has_its_gradient():
+    """The article: a policy that moved far gets no large gradient. At rho 3 and A -1 it is 3."""
+    logp = torch.tensor(3.0).log().requires_grad_()
+    (-fl.clipped_surrogate(logp.exp(), torch.tensor(-1.0), 0.2, 0.2)).backward()
+    assert logp.grad.item() == pytest.approx(3.0)
+
+
+def test_erratum_5_running_out_of_time_is_not_death():
+    values, final = [0.5, 0.5], 0.5  # the critic says: still alive, half the way
+    faulty = gae_by_the_article([0.0, 0.0, 0.0], [*values, final]) + torch.tensor([*values, final])
+    assert faulty[-1].item() == pytest.approx(0.0)  # the target of the last cell
+    returns = our_gae([0.0, 0.0], values, terminated=False, final_value=final)
+    assert (returns + torch.tensor(values))[-1].item() == pytest.approx(0.9 * final)
+    # an 8x8 `desc` has the limit of 4x4 unless one says otherwise
+    env = gym.make("FrozenLake-v1", desc=generate_random_map(8, seed=0))
+    assert env.spec.max_episode_steps == 100
+    assert fl.parse_args(["--frozen_lake_size", "8"]).max_episode_steps == 200
+    assert fl.parse_args([]).max_episode_steps == 100
+
+
+def test_erratum_6_sizes_2_and_3_crash_inside_the_network(capsys):
+    faulty = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.MaxPool2d(2), nn.MaxPool2d(2))
+    for size in (2, 3):
+        with pytest.raises(RuntimeError):
+            faulty(torch.zeros(1, 2, size, size))
+        with pytest.raises(SystemExit) as stopped:
+            fl.parse_args(["--frozen_lake_size", str(size)])
+        assert stopped.value.code == 2 and "--frozen_lake_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "grpo"])
+def test_erratum_6_flags_reach_where_they_act(estimator, tmp_path):
+    """save_steps and slippery for both estimators; the last update is saved, multiple or not."""
+    flags = ["--adv_estimator", estimator, "--frozen_lake_slippery", "--save_steps", "2"]
+    flags += ["--max_steps", "5", "--batch_size", "2", "--eval_maps", "2", "--quiet"]
+    args = fl.parse_args([*flags, "--output_dir", str(tmp_path)])
+    folder = fl.train(args)["run_dir"]
+    saved = {
+        step: fl.load_checkpoint(f"{folder}/checkpoint-{step}.pt") for step in ("000002", "last")
+    }
+    assert saved["000002"]["counters"][0] == 2
+    assert saved["last"]["counters"][0] == 5
+    assert fl.Trainer(args).eval_lakes.prob.shape[-1] == 3  # three outcomes on slippery ice
+    assert saved["last"]["config"]["entropy_coef"] == args.entropy_coef == 0.0  # one default each

@@ -1,0 +1,134 @@
+"""What holds for all scripts: dependencies, identical copies, docs that name what exists."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+SCRIPTS = sorted(ROOT.glob("*.py"))
+DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def inline_metadata(path: Path) -> list[str]:
+    """Dependencies of the PEP 723 block."""
+    block = re.search(r"(?m)^# /// script\n((?:#.*\n)+?)# ///$", path.read_text(encoding="utf-8"))
+    text = "".join(line[2:] for line in block[1].splitlines(keepends=True))
+    return ast.literal_eval(re.search(r"dependencies = (\[.*?\])\n", text, re.DOTALL)[1])
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_inline_dependencies_are_the_requirements(path):
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert inline_metadata(path) == [line for line in lines if line and not line.startswith("#")]
+
+
+def test_same_name_same_code():
+    """Scripts share no module: what has one name in two of them is an identical copy."""
+    seen: dict[str, tuple[str, str]] = {}
+    for path in SCRIPTS:
+        source = path.read_text(encoding="utf-8")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and "# differs:" not in (
+                ast.get_source_segment(source, node) or ""
+            ):
+                tree = ast.dump(node)
+                other = seen.setdefault(node.name, (tree, path.name))
+                assert other[0] == tree, f"{node.name} differs: {other[1]}, {path.name}"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_script_anatomy(path):
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    assert len((ast.get_docstring(tree) or "").splitlines()) <= 45
+    sections = [int(n) for n in re.findall(r"(?m)^# =+ (\d)  ", source)]
+    assert sections == list(range(1, len(sections) + 1)) and len(sections) >= 6
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            assert node.returns or node.name in ("number", "on_interrupt"), node.name
+    imports = {
+        (name.name if isinstance(node, ast.Import) else node.module).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
+    }
+    allowed = {"torch", "gymnasium", "numpy", "tensorboard", "tqdm", "PIL"}
+    assert imports - set(sys.stdlib_module_names) <= allowed
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_import_runs_nothing_and_loads_nothing_heavy(path):
+    code = f"import sys, {path.stem}; print([m for m in ('tensorboard', 'pygame', 'PIL', "
+    code += "'matplotlib', 'tqdm', 'torch._dynamo') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_docs_name_what_exists():
+    """`function()` in docs/articles.md and docs/errata.md exists; so does every test_... named."""
+    functions = {
+        node.name
+        for path in SCRIPTS
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    tests = {
+        node.name
+        for path in (ROOT / "tests").glob("test_*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for path in DOCS:
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)\(\)`", text):
+            assert name in functions, f"{path.name}: {name}"
+        for name in re.findall(r"`(test_\w+)`", text):
+            assert name in tests, f"{path.name}: {name}"
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def commands(path: Path) -> list[str]:
+    """`python ....py ...` lines of the fenced blocks of a page, without comments."""
+    fences = re.findall(r"```(?:sh|bash)?\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+    joined = "\n".join(fences).replace("\\\n", " ")
+    lines = [line.split("#")[0].strip() for line in joined.splitlines()]
+    return [line for line in lines if re.match(r"python \w+\.py ", line)]
+
+
+ALL_COMMANDS = sorted({command for path in DOCS for command in commands(path)})
+
+
+@pytest.mark.parametrize("command", ALL_COMMANDS)
+def test_every_command_of_the_docs_is_accepted(command):
+    """Flags exist and fit together. Paths of checkpoints are only there after a run."""
+    _, script, *flags = command.split()
+    module = __import__(Path(script).stem)
+    if not {"--infer", "--resume", "--reference"} & set(flags):
+        assert module.parse_args(flags)
+
+
+def test_tables_of_the_docs_come_from_the_results():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import frozen_lake as benchmark
+
+    results = json.loads(benchmark.RESULTS.read_text(encoding="utf-8"))
+    assert set(benchmark.PARTS) <= set(results)
+    page = benchmark.PAGE.read_text(encoding="utf-8")
+    assert page == benchmark.render(page, results), "run benchmarks/frozen_lake.py --tables"
+
+
+def test_no_leftovers():
+    """Nothing of one machine in the repository."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    for name in listed.splitlines():
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".txt"}:
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"(?m)(?<![\w.])/(home|root|Users)/\w", text), name
