@@ -326,32 +326,40 @@ def sample_batch(
     """
     num_maps, num_cells, _, num_outcomes = lakes.next_cell.shape
     first = torch.arange(num_maps, device=start.device) * num_cells  # (B,) a map's cell 0
-    next_cell = (lakes.next_cell + first[:, None, None, None]).view(-1, num_outcomes)  # (B*S*4, K)
-    reward = lakes.reward.view(-1, num_outcomes)
-    terminated = lakes.terminated.view(-1, num_outcomes)
+    next_cell = (lakes.next_cell + first[:, None, None, None]).flatten()  # (B*S*4*K,)
+    terminated = lakes.terminated.flatten()
     # inverse-CDF sampling: the draw is how many cumulative sums (all but the last, 1) u has passed
-    action_cdf = log_probs.exp().cumsum(dim=1)[:, :-1]  # (B*S, 3)
+    action_cdf = log_probs.exp().cumsum(dim=1)[:, :-1].contiguous()  # (B*S, 3)
     outcome_cdf = lakes.prob.cumsum(dim=-1).view(-1, num_outcomes)[:, :-1]  # (B*S*4, K-1)
 
     cell = (first + start).repeat_interleave(group_size)  # (B,) -> (E,)
     alive = torch.ones_like(cell, dtype=torch.bool)
     steps = []
-    for t in range(max_episode_steps):
+    for _ in range(max_episode_steps):
         u = torch.rand(len(cell), 2, generator=generator, device=cell.device)
         action = (u[:, :1] > action_cdf[cell]).sum(dim=1)  # (E,)
         pair = cell * 4 + action
-        outcome = (u[:, 1:] > outcome_cdf[pair]).sum(dim=1)  # (E,)
-        following = next_cell[pair, outcome]
-        ended = terminated[pair, outcome] & alive
-        still_on = alive & ~ended
-        out_of_time = still_on & (t == max_episode_steps - 1)
-        gained = reward[pair, outcome] * alive
-        steps.append((cell, action, following, gained, ended, out_of_time, alive))
-        cell, alive = following, still_on
+        outcome = pair * num_outcomes
+        if num_outcomes > 1:
+            outcome = outcome + (u[:, 1:] > outcome_cdf[pair]).sum(dim=1)
+        steps.append((cell, action, outcome, alive))
+        cell, alive = next_cell[outcome], alive & ~terminated[outcome]
         if not alive.any():
             break
-    columns = [torch.stack(column, dim=1) for column in zip(*steps, strict=True)]  # T x (E,)
-    return Batch(*columns, logp_old=log_probs[columns[0], columns[1]], group_size=group_size)
+    cells, actions, outcomes, mask = (torch.stack(x, dim=1) for x in zip(*steps, strict=True))
+    truncated = torch.zeros_like(mask)
+    truncated[:, -1] = alive  # all the others have ended
+    return Batch(
+        cells=cells,
+        actions=actions,
+        next_cells=next_cell[outcomes],
+        rewards=lakes.reward.flatten()[outcomes] * mask,
+        terminated=terminated[outcomes] & mask,
+        truncated=truncated,
+        mask=mask,
+        logp_old=log_probs[cells, actions],
+        group_size=group_size,
+    )
 
 
 # ======== 5  Update: the estimators differ in two functions; the loss is one ======================

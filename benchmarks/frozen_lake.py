@@ -153,7 +153,7 @@ def plain_loop(
     actor: fl.ConvNet, lakes: fl.Lakes, group_size: int, limit: int
 ) -> tuple[int, float]:
     """The article's way: one environment, one forward pass, one step at a time. (steps, seconds)"""
-    start, steps = time.perf_counter(), 0
+    start, logp_old = time.perf_counter(), []
     for index, rows in enumerate(lakes.maps):
         env = gym.make("FrozenLake-v1", desc=list(rows), is_slippery=False, max_episode_steps=limit)
         first = index * lakes.live.shape[1]
@@ -163,12 +163,13 @@ def plain_loop(
             while not done:
                 with torch.no_grad():
                     logits = actor(fl.observe(lakes, torch.tensor([first + cell])))
-                    action = torch.distributions.Categorical(logits=logits).sample().item()
-                cell, _, terminated, truncated, _ = env.step(action)
+                    policy = torch.distributions.Categorical(logits=logits)
+                    action = policy.sample()
+                    logp_old.append(policy.log_prob(action).item())
+                cell, _, terminated, truncated, _ = env.step(action.item())
                 done = terminated or truncated
-                steps += 1
         env.close()
-    return steps, time.perf_counter() - start
+    return len(logp_old), time.perf_counter() - start
 
 
 def part_sampling() -> list[dict]:
