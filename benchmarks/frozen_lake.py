@@ -41,7 +41,7 @@ SLIPPERY = (
     "--frozen_lake_slippery --batch_size 64 --group_size 16 --actor_learning_rate 1e-3 "
     "--entropy_coef 0.05 --gamma 0.995 --max_steps 1000"
 )
-LARGE = "--frozen_lake_size 8 --exploring_starts 0.9 --batch_size 64 --max_steps 1000"
+LARGE = "--frozen_lake_size 8 --exploring_starts 0.9 --batch_size 64 --max_steps 800"
 ARTICLE = (
     "--batch_size 32 --group_size 8 --num_updates_per_batch 1 --actor_learning_rate 1e-4 "
     "--critic_learning_rate 3e-4 --max_steps 1000 --gamma 0.9 --lam 0.95 --clip_epsilon 0.2 "
@@ -52,12 +52,10 @@ SMALL_SLIPPERY = "--frozen_lake_slippery --actor_learning_rate 1e-3 --max_steps 
 COLLAPSE = {
     "as the default run, at learning rate 1e-3": "",
     "learning rate 3e-4": "--actor_learning_rate 3e-4",
-    "128 x 16 episodes": "--batch_size 128 --group_size 16",
+    "64 maps x 16 episodes": "--batch_size 64 --group_size 16",
     "advantages divided by the batch's std": "--scale_rewards batch",
     "entropy bonus 0.01": "--entropy_coef 0.01",
     "entropy bonus 0.05": "--entropy_coef 0.05",
-    "entropy bonus 0.05, not annealed": "--entropy_coef 0.05 --no-anneal",
-    "entropy bonus 0.05, 64 x 16 episodes": "--entropy_coef 0.05 --batch_size 64 --group_size 16",
 }
 SEEDS = range(5)
 
@@ -123,8 +121,12 @@ def grid(lines: dict[str, str], estimators: list[str], seeds=SEEDS) -> list[dict
     return [{"line": name} | train(lines[name], e, seed) for name, e, seed in bar]
 
 
-def part_runs() -> list[dict]:
-    return grid({"plain": PLAIN, "slippery": SLIPPERY}, ["ppo", "grpo", "rloo"])
+def part_plain() -> list[dict]:
+    return grid({"dry": PLAIN}, ["ppo", "grpo", "rloo"])
+
+
+def part_slippery() -> list[dict]:
+    return grid({"slippery": SLIPPERY}, ["ppo", "grpo", "rloo"])
 
 
 def part_greedy() -> list[dict]:
@@ -173,10 +175,10 @@ def plain_loop(
 
 
 def part_sampling() -> list[dict]:
-    """Steps a second while sampling 32 x 8 episodes: new maps, the policy, the walk. 5 repeats."""
+    """Steps a second of sampling: new maps, the policy, the walk; both ways in turn, 5 repeats."""
     args = fl.parse_args(["--adv_estimator", "grpo", "--eval_maps", "1"])
     rows = []
-    for channels in (32, 128):
+    for channels, maps, group_size in ((32, 32, 8), (128, 32, 8), (32, 64, 16)):
         args.feature_size = channels
         trainer = fl.Trainer(args)
         for repeat in range(5):
@@ -184,14 +186,17 @@ def part_sampling() -> list[dict]:
             slow_steps, slow_seconds = plain_loop(trainer.actor, lakes, 8, 100)
             fast_steps, start = 0, time.perf_counter()
             for _ in range(40):
-                lakes = trainer.make_lakes(trainer.rng, 32, held_out=False)
+                lakes = trainer.make_lakes(trainer.rng, maps, held_out=False)
                 table = fl.evaluate_cells(trainer.actor, lakes).log_softmax(dim=1)
-                batch = fl.sample_batch(table, lakes, lakes.start, 8, 100, trainer.generator)
+                sizes = group_size, 100, trainer.generator
+                batch = fl.sample_batch(table, lakes, lakes.start, *sizes)
                 fast_steps += int(batch.mask.sum())
             fast_seconds = time.perf_counter() - start
             rows.append(
                 {
                     "channels": channels,
+                    "maps": maps,
+                    "group_size": group_size,
                     "repeat": repeat,
                     "one_pass_per_step": slow_steps / slow_seconds,
                     "table": fast_steps / fast_seconds,
@@ -230,7 +235,8 @@ def part_scaling() -> list[dict]:
 PARTS = {
     "sampling": part_sampling,
     "scaling": part_scaling,
-    "runs": part_runs,
+    "plain": part_plain,
+    "slippery": part_slippery,
     "greedy": part_greedy,
     "collapse": part_collapse,
     "large": part_large,
@@ -332,13 +338,20 @@ def table_article(rows: list[dict]) -> str:
 
 def table_sampling(rows: list[dict]) -> str:
     body = []
-    for (channels,), some in groups(rows, "channels").items():
+    for (channels, maps, size), some in groups(rows, "channels", "maps", "group_size").items():
         ratio = [{"ratio": r["table"] / r["one_pass_per_step"]} for r in some]
         body.append(
-            [str(channels), spread(some, "one_pass_per_step", 0), spread(some, "table", 0)]
-            + [spread(ratio, "ratio", 0)]
+            [f"{maps} x {size}", str(channels), spread(some, "one_pass_per_step", 0)]
+            + [spread(some, "table", 0), spread(ratio, "ratio", 0)]
         )
-    return table(["channels", "one pass per step, steps/s", "table, steps/s", "ratio"], body)
+    header = [
+        "maps x episodes",
+        "channels",
+        "one pass per step, steps/s",
+        "table, steps/s",
+        "ratio",
+    ]
+    return table(header, body)
 
 
 def table_scaling(rows: list[dict]) -> str:
@@ -351,23 +364,23 @@ def table_scaling(rows: list[dict]) -> str:
 
 
 TABLES = {
-    "runs": ("runs", table_runs),
-    "different": ("runs", table_different),
-    "greedy": ("greedy", table_greedy),
-    "collapse": ("collapse", table_collapse),
-    "large": ("large", table_large),
-    "article": ("article", table_article),
-    "sampling": ("sampling", table_sampling),
-    "scaling": ("scaling", table_scaling),
+    "runs": (["plain", "slippery"], table_runs),
+    "different": (["plain", "slippery"], table_different),
+    "greedy": (["greedy"], table_greedy),
+    "collapse": (["collapse"], table_collapse),
+    "large": (["large"], table_large),
+    "article": (["article"], table_article),
+    "sampling": (["sampling"], table_sampling),
+    "scaling": (["scaling"], table_scaling),
 }
 
 
 def render(page: str, results: dict) -> str:
     """The page with every table between its marks made from the results."""
-    for name, (part, make) in TABLES.items():
-        if part in results:
+    for name, (parts, make) in TABLES.items():
+        if all(part in results for part in parts):
+            text = make([row for part in parts for row in results[part]])
             marks = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
-            text = make(results[part])
             page = re.sub(marks, lambda m, t=text: m[1] + t + "\n" + m[2], page, flags=re.DOTALL)
     return page
 
@@ -384,6 +397,7 @@ def main() -> None:
         results.setdefault("machine", {})[part] = {
             "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "gymnasium": gym.__version__,
@@ -391,11 +405,8 @@ def main() -> None:
         }
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        for name, (source, make) in TABLES.items():
-            if source == part:
-                print(f"\n{name}\n{make(results[part])}")
-    if PAGE.exists():
         PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":
