@@ -58,6 +58,7 @@ import torch
 from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
 # ======== 1  The maths: pure functions on tensors =================================================
 
@@ -640,8 +641,6 @@ def open_run(folder: Path, args: argparse.Namespace, step: int) -> tuple:
 
 def train(args: argparse.Namespace) -> dict:
     """Train as parse_args() says. Returns the last evaluation, counters and the run folder."""
-    from tqdm import tqdm
-
     began, limit = time.perf_counter(), args.max_episode_steps
     trainer = Trainer(args)
     lakes = trainer.eval_lakes
@@ -872,7 +871,8 @@ def build_parser() -> argparse.ArgumentParser:
     flag = parser.add_argument_group("run").add_argument
     flag("--seed", type=natural, default=42, help="of maps, networks, actions; --infer: of the map")
     flag("--device", type=device_name, default="auto", help="auto (CUDA if here), cpu, cuda:N, mps")
-    flag("--threads", type=natural, default=0, help="CPU threads; 0: torch decides")
+    flag("--threads", type=natural, default=min(2, os.cpu_count() or 1),
+         help="CPU threads; the networks are too small to gain from many; 0: torch decides")
     flag("--run_name", "--version", help="name of the run; None: estimator, map size and seed")
     flag("--output_dir", default="runs", help=f"a run goes to OUTPUT_DIR/{SCRIPT}/RUN_NAME")
     flag("--max_steps", type=positive, default=300, help="number of updates")
@@ -1014,7 +1014,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         result = infer(args) if args.infer else train(args)
     except KeyboardInterrupt:
-        print("stopped at once; the last checkpoint is whole", file=sys.stderr)
+        print("stopped at once; what was saved before is whole", file=sys.stderr)
         return 130
     except (ValueError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

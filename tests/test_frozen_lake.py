@@ -27,7 +27,7 @@ SCRIPT = ROOT / "frozen_lake_ppo_grpo.py"
 
 
 def make_args(*flags: str) -> argparse.Namespace:
-    return fl.parse_args([*flags, "--quiet"])
+    return fl.parse_args(["--threads", "1", *flags, "--quiet"])
 
 
 def make_lakes(size=4, number=6, slippery=False, seed=0, encoding="onehot") -> fl.Lakes:
@@ -793,7 +793,7 @@ def metrics(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 
-SHORT = ["--quiet", "--batch_size", "4", "--group_size", "4", "--max_steps", "6"]
+SHORT = ["--quiet", "--threads", "1", "--batch_size", "4", "--group_size", "4", "--max_steps", "6"]
 SHORT += ["--save_steps", "3", "--eval_every", "2", "--eval_maps", "5"]
 
 
@@ -883,9 +883,9 @@ def test_infer(tmp_path, capsys):
 
 def test_interrupt_saves_and_resumes_exactly(tmp_path):
     """Ctrl-C in a real process: exit 130, a whole checkpoint, and a resume that loses nothing."""
-    common = [*SHORT[:5], "--max_steps", "100000", "--save_steps", "0", "--eval_every", "0"]
+    common = [*SHORT[:7], "--max_steps", "100000", "--save_steps", "0", "--eval_every", "0"]
     command = [sys.executable, str(SCRIPT), *common, "--eval_maps", "3", "--no-anneal"]
-    command += ["--output_dir", str(tmp_path), "--threads", "1"]
+    command += ["--output_dir", str(tmp_path)]
     process = subprocess.Popen([*command, "--run_name", "a"])
     rows = tmp_path / fl.SCRIPT / "a" / "metrics.jsonl"
     deadline = time.time() + 60
@@ -898,7 +898,7 @@ def test_interrupt_saves_and_resumes_exactly(tmp_path):
     assert len(metrics(folder)) == step >= 3
     more = ["--max_steps", str(step + 2), "--quiet"]
     assert fl.main(["--resume", str(folder / "checkpoint-last.pt"), *more]) == 0
-    whole = [*common, "--eval_maps", "3", "--no-anneal", "--threads", "1", "--run_name", "b"]
+    whole = [*common, "--eval_maps", "3", "--no-anneal", "--run_name", "b"]
     whole += ["--output_dir", str(tmp_path), "--max_steps", str(step + 2)]
     assert fl.main(whole) == 0
     assert same(state(folder), state(tmp_path / fl.SCRIPT / "b"))
@@ -964,7 +964,7 @@ def test_nan_stops_the_run_and_names_the_tensor(name, tmp_path, monkeypatch, cap
 
 def test_flat_groups_are_reported(tmp_path, capsys):
     """8x8: nobody arrives, nearly every group is flat, and the script says so, once."""
-    flags = ["--frozen_lake_size", "8", "--batch_size", "8", "--max_steps", "30"]
+    flags = ["--frozen_lake_size", "8", "--batch_size", "8", "--max_steps", "30", "--threads", "1"]
     flags += ["--eval_maps", "2", "--eval_every", "0", "--save_steps", "0"]
     assert fl.main([*flags, "--adv_estimator", "grpo", "--output_dir", str(tmp_path)]) == 0
     text = capsys.readouterr()
