@@ -514,7 +514,7 @@ class Trainer:
         self.eval_lakes = self.make_lakes(unseen, args.eval_maps, held_out=True)
         shape = network_shape(args)
         self.actor = ConvNet(*shape, outputs=4).to(self.device)
-        self.parts = {"actor": self.actor}
+        self.parts: dict = {"actor": self.actor}
         groups = [{"params": self.actor.parameters(), "rate": args.actor_learning_rate}]
         if args.adv_estimator == "ppo":
             self.parts["critic"] = self.critic = ConvNet(*shape, outputs=1).to(self.device)
@@ -670,7 +670,8 @@ def train(args: argparse.Namespace) -> dict:
 
     main_thread = threading.current_thread() is threading.main_thread()  # else no signal comes
     previous = signal.signal(signal.SIGINT, on_interrupt) if main_thread else None
-    last, warned, result, recent = False, False, {}, deque(maxlen=20)
+    recent: deque[tuple[float, float]] = deque(maxlen=20)
+    last, warned, result = False, False, {}
     try:
         while not last:
             start = time.perf_counter()
@@ -865,7 +866,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
     natural, positive = number(int, 0), number(int, 1)
     unit, real = number(float, 0, 1), number(float, 0)
-    switch = {"action": argparse.BooleanOptionalAction, "default": False}
+    switch: dict = {"action": argparse.BooleanOptionalAction, "default": False}
 
     # fmt: off
     flag = parser.add_argument_group("run").add_argument
@@ -1012,16 +1013,19 @@ def summary(result: dict, args: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        result = infer(args) if args.infer else train(args)
+        if args.infer:
+            infer(args)
+            return 0
+        result = train(args)
     except KeyboardInterrupt:
         print("stopped at once; what was saved before is whole", file=sys.stderr)
         return 130
     except (ValueError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    if result and not args.quiet:
+    if not args.quiet:
         print(summary(result, args))
-    return 130 if result and result["stopped"] else 0
+    return 130 if result["stopped"] else 0
 
 
 if __name__ == "__main__":
