@@ -393,7 +393,10 @@ def main() -> None:
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for part in [] if args.tables else args.parts or PARTS:
         start = time.perf_counter()
-        results[part] = PARTS[part]()
+        rows = PARTS[part]()
+        if RESULTS.exists():  # another part may have ended meanwhile
+            results = json.loads(RESULTS.read_text(encoding="utf-8"))
+        results[part] = rows
         results.setdefault("machine", {})[part] = {
             "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
