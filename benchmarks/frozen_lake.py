@@ -63,7 +63,9 @@ SEEDS = range(5)
 def train(flags: str, estimator: str, seed: int) -> dict:
     """One run in a temporary folder; its result, its last metrics and when it first was solved."""
     with tempfile.TemporaryDirectory() as folder:
-        common = f"--adv_estimator {estimator} --seed {seed} --output_dir {folder} --quiet"
+        common = (
+            f"--adv_estimator {estimator} --seed {seed} --output_dir {folder} --quiet --threads 0"
+        )
         args = fl.parse_args([*shlex.split(flags), *shlex.split(common)])
         result = fl.train(args)
         rows = Path(result["run_dir"], "metrics.jsonl").read_text(encoding="utf-8").splitlines()
