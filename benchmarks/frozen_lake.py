@@ -71,7 +71,7 @@ def train(flags: str, estimator: str, seed: int) -> dict:
         rows = Path(result["run_dir"], "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(row) for row in rows]
         checkpoint = fl.load_checkpoint(str(Path(result["run_dir"], "checkpoint-last.pt")))
-    actor = fl.ConvNet(*fl.network_shape(args), outputs=4)
+    actor = fl.conv_net(*fl.network_shape(args), outputs=4)
     actor.load_state_dict(checkpoint["parts"]["actor"])
     tail = rows[-20:]
     mean = lambda name: statistics.mean(row[name] for row in tail)  # noqa: E731
@@ -81,6 +81,7 @@ def train(flags: str, estimator: str, seed: int) -> dict:
         "seed": seed,
         **{k: result[k] for k in ("sampled", "greedy", "optimum", "uniform", "maps")},
         **different_maps(actor, args),
+        **greedy_ends(actor, args),
         "updates": result["step"],
         "env_steps": result["env_steps"],
         "train_seconds": result["train_seconds"],
@@ -97,7 +98,7 @@ def train(flags: str, estimator: str, seed: int) -> dict:
     }
 
 
-def different_maps(actor: fl.ConvNet, args: argparse.Namespace, number: int = 1000) -> dict:
+def different_maps(actor: torch.nn.Module, args: argparse.Namespace, number: int = 1000) -> dict:
     """The same evaluation on `number` unseen maps of which no two are equal: rarer, harder ones."""
     if args.frozen_lake_size > 4:  # there no two are equal anyway
         return {}
@@ -108,11 +109,22 @@ def different_maps(actor: fl.ConvNet, args: argparse.Namespace, number: int = 10
     some = list(maps)[:number]
     lakes = fl.build_lakes(some, args.frozen_lake_slippery, args.state_encoding, device)
     result = fl.evaluate(actor, lakes, args.max_episode_steps)
-    best = fl.from_start(fl.optimal_success(lakes, args.max_episode_steps), lakes)
+    return {f"different_{k}": result[f"eval/{k}"] for k in ("sampled", "greedy", "optimum")}
+
+
+def greedy_ends(actor: torch.nn.Module, args: argparse.Namespace) -> dict:
+    """Shares of the unseen maps on which argmax falls, or never arrives, and of these stands still."""
+    if args.frozen_lake_slippery:
+        return {}
+    lakes = fl.Trainer(args).eval_lakes
+    table = torch.nn.functional.one_hot(fl.evaluate_cells(actor, lakes).argmax(dim=1), 4)
+    limit, generator = args.max_episode_steps, torch.Generator()
+    walk = fl.sample_batch(table.float().log(), lakes, lakes.start, 1, limit, generator)
+    still = walk.truncated.any(dim=1) & (walk.cells[:, -1] == walk.next_cells[:, -1])
     return {
-        "different_sampled": result["eval/sampled"],
-        "different_greedy": result["eval/greedy"],
-        "different_optimum": best,
+        "greedy_falls": (walk.terminated & (walk.rewards == 0)).any(dim=1).float().mean().item(),
+        "greedy_never_ends": walk.truncated.any(dim=1).float().mean().item(),
+        "greedy_stands_still": still.float().mean().item(),
     }
 
 
@@ -154,7 +166,7 @@ def part_article() -> list[dict]:
 
 
 def plain_loop(
-    actor: fl.ConvNet, lakes: fl.Lakes, group_size: int, limit: int
+    actor: torch.nn.Module, lakes: fl.Lakes, group_size: int, limit: int
 ) -> tuple[int, float]:
     """The article's way: one environment, one forward pass, one step at a time. (steps, seconds)"""
     start, logp_old = time.perf_counter(), []
@@ -294,9 +306,12 @@ def table_different(rows: list[dict]) -> str:
 def table_greedy(rows: list[dict]) -> str:
     body = [
         [gamma, spread(some, "sampled", 4), spread(some, "greedy", 4), spread(some, "length", 1)]
+        + [spread(some, f"greedy_{k}") for k in ("falls", "never_ends", "stands_still")]
         for (gamma,), some in groups(rows, "line").items()
     ]
-    return table(["gamma", "sampled", "greedy", "steps of an episode"], body)
+    header = ["gamma", "sampled", "greedy", "episode, steps"]
+    header += ["greedy falls", "greedy never ends", "of that, stands still"]
+    return table(header, body)
 
 
 def table_collapse(rows: list[dict]) -> str:

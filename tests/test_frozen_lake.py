@@ -471,7 +471,7 @@ def test_exploring_starts():
 def test_evaluation_golden(case):
     lakes = fl.build_lakes([tuple(case["desc"])], case["is_slippery"], "onehot", CPU)
     limit = case["time_limit"]
-    best = fl.optimal_success(lakes, limit)
+    best = fl.success_probability(lakes, limit)
     live = lakes.live[0]
     expected = torch.tensor(case["V_finite_horizon_gamma1"], dtype=torch.float64)
     torch.testing.assert_close(best[0][live], expected[live], rtol=0, atol=1e-9)
@@ -479,11 +479,11 @@ def test_evaluation_golden(case):
         case["V_start_finite_horizon_gamma1"], abs=1e-9
     )
     uniform = torch.full((1, len(expected), 4), 0.25)
-    assert fl.from_start(fl.success_probability(uniform, lakes, limit), lakes) == pytest.approx(
+    assert fl.from_start(fl.success_probability(lakes, limit, uniform), lakes) == pytest.approx(
         case["uniform_random_return_within_time_limit"], abs=1e-9
     )
     greedy = torch.nn.functional.one_hot(torch.tensor(case["greedy_policy_gamma099"]), 4)[None]
-    assert fl.from_start(fl.success_probability(greedy, lakes, limit), lakes) == pytest.approx(
+    assert fl.from_start(fl.success_probability(lakes, limit, greedy), lakes) == pytest.approx(
         case["greedy099_return_within_time_limit"], abs=1e-9
     )
 
@@ -493,8 +493,8 @@ def test_evaluation_in_loops(slippery):
     """The recursion over gymnasium's own table, without tensors."""
     lakes = make_lakes(size=5, number=3, slippery=slippery)
     policy = random_log_probs(lakes).exp().view(3, 25, 4).double()
-    ours = fl.success_probability(policy, lakes, 9)
-    best = fl.optimal_success(lakes, 9)
+    ours = fl.success_probability(lakes, 9, policy)
+    best = fl.success_probability(lakes, 9)
     for b, rows in enumerate(lakes.maps):
         env = gym.make("FrozenLake-v1", desc=list(rows), is_slippery=slippery)
         table = env.unwrapped.P
@@ -515,7 +515,7 @@ def test_evaluation_in_loops(slippery):
 def test_evaluation_equals_20000_sampled_episodes(slippery):
     lakes = make_lakes(number=4, slippery=slippery, seed=5)
     log_probs = random_log_probs(lakes, seed=3)
-    exact = fl.success_probability(log_probs.exp().view(4, 16, 4), lakes, 30)
+    exact = fl.success_probability(lakes, 30, log_probs.exp().view(4, 16, 4))
     generator = torch.Generator().manual_seed(0)
     batch = fl.sample_batch(log_probs, lakes, lakes.start, 5000, 30, generator)
     sampled = batch.rewards.sum(dim=1).view(4, 5000).double()
@@ -615,7 +615,6 @@ def test_ppo_advantages_and_returns():
         truncated=torch.tensor([no, no, [False, True]]),
         mask=torch.tensor([[True, True], [True, False], [True, True]]),
         logp_old=torch.zeros(3, 2),
-        group_size=3,
     )
     value = torch.tensor([0.5, 0.6, 0.7, 9.0])  # cell 3 is an end: its value must not count
     advantages, returns = fl.prepare_ppo(batch, value, args)
@@ -639,11 +638,11 @@ def test_ppo_advantages_and_returns():
 
 
 def test_group_advantages_reach_every_step():
-    args = make_args("--adv_estimator", "grpo", "--gamma", "0.5")
+    args = make_args("--adv_estimator", "grpo", "--gamma", "0.5", "--group_size", "2")
     rewards = torch.zeros(4, 3)
     rewards[0, 2], rewards[1, 0] = 1.0, 1.0  # a slow and a quick success, two falls
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 0]]).bool()
-    batch = fl.Batch(*[rewards] * 6, mask=mask, logp_old=rewards, group_size=2)
+    batch = fl.Batch(*[rewards] * 6, mask=mask, logp_old=rewards)
     batch.rewards = rewards
     ours = fl.prepare_grpo(batch, args)
     scores = torch.tensor([[0.25, 1.0], [0.0, 0.0]])
@@ -707,9 +706,8 @@ def test_nothing_is_created_on_the_wrong_device():
         with torch.device("meta"):
             metrics = trainer.update()
             result = fl.evaluate(trainer.actor, trainer.eval_lakes, 100)
-            optimum = fl.from_start(fl.optimal_success(trainer.eval_lakes, 100), trainer.eval_lakes)
         assert all(math.isfinite(v) for v in metrics.values())
-        assert 0 <= result["eval/sampled"] <= optimum + 1e-9
+        assert 0 <= result["eval/sampled"] <= result["eval/optimum"] + 1e-9
 
 
 @pytest.mark.cuda
@@ -761,7 +759,7 @@ def test_default_run_learns(estimator, tmp_path):
 
 @pytest.mark.slow
 def test_a_discount_cures_the_greedy_policy(tmp_path):
-    flags = "--adv_estimator", "grpo", "--gamma", "0.9", "--seed", "1"
+    flags = "--adv_estimator", "grpo", "--gamma", "0.99", "--seed", "1"
     result = fl.train(make_args(*flags, "--output_dir", str(tmp_path)))
     assert result["greedy"] >= 0.98
 
@@ -827,12 +825,15 @@ def test_reference_from_a_checkpoint_survives_resume(tmp_path):
     flags = ["--beta", "0.1", "--reference", str(first), "--seed", "3"]
     assert fl.main([*common, *flags, "--run_name", "second"]) == 0
     second = tmp_path / fl.SCRIPT / "second"
+    half = tmp_path / fl.SCRIPT / "half"
+    half.mkdir()
+    shutil.copy(second / "checkpoint-000003.pt", half)
     actor = fl.load_checkpoint(str(first))["parts"]["actor"]
     assert same(state(second)["parts"]["reference"], actor)
     whole = state(second)
     first.unlink()  # the checkpoint holds the reference itself
-    assert fl.main(["--resume", str(second / "checkpoint-000003.pt"), "--quiet"]) == 0
-    assert same(state(second), whole)
+    assert fl.main(["--resume", str(half / "checkpoint-000003.pt"), "--quiet"]) == 0
+    assert same(state(half), whole)
 
 
 def test_run_folder(tmp_path):
@@ -1001,7 +1002,6 @@ def test_flat_groups_are_reported(tmp_path, capsys):
         (["--map", "SFF/FFF/FFG"], "map"),
         (["--map", "9x9"], "map"),
         (["--map", ""], "map"),
-        (["--map", "4x4", "--frozen_lake_size", "4"], "frozen_lake_size"),
         (["--whiten_rewards", "--adv_estimator", "grpo"], "whiten_rewards"),
         (["--reference", "CHECKPOINT"], "reference"),
         (["--resume", "MISSING"], "resume"),
@@ -1011,6 +1011,13 @@ def test_flat_groups_are_reported(tmp_path, capsys):
         (["--resume", "CHECKPOINT", "--adv_estimator", "grpo"], "adv_estimator"),
         (["--resume", "CHECKPOINT", "--seed", "1"], "seed"),
         (["--resume", "CHECKPOINT"], "max_steps"),
+        (["--resume", "EARLIER", "--max_steps", "9"], "resume"),
+        (["--resume", "OLDER"], "resume"),
+        (["--infer", "CHECKPOINT", "--beta", "0.1"], "beta"),
+        (["--run_name", "a/b"], "run_name"),
+        (["--run_name", ".."], "run_name"),
+        (["--run_name", ""], "run_name"),
+        (["--seed", "99999999999999999999"], "seed"),
         (["--resume", "CHECKPOINT", "--infer", "CHECKPOINT"], "infer"),
         (["--infer", "FOLDER"], "infer"),
         (["--infer", "CHECKPOINT", "--map", "8x8"], "infer"),
@@ -1024,7 +1031,12 @@ def test_bad_input(flags, word, tmp_path, capsys, checkpoint):
     (bad / "truncated.pt").write_bytes(checkpoint.read_bytes()[:5000])
     torch.save({"script": "another", "parts": {}}, bad / "foreign.pt")
     (bad / "text.pt").write_text("hello")
+    old = fl.load_checkpoint(str(checkpoint))
+    del old["config"]["loss_type"]
+    torch.save(old, bad / "older.pt")
     files = {
+        "EARLIER": checkpoint.with_name("checkpoint-000003.pt"),
+        "OLDER": bad / "older.pt",
         "CHECKPOINT": checkpoint,
         "MISSING": bad / "missing.pt",
         "TRUNCATED": bad / "truncated.pt",
@@ -1079,3 +1091,223 @@ def test_output_folder_that_cannot_be_written(tmp_path, capsys):
     assert fl.main([*SHORT, "--output_dir", str(tmp_path / "file" / "runs")]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.strip().count("\n") == 0
+
+
+def test_two_runs_at_once_do_not_share_a_folder(tmp_path):
+    command = [sys.executable, str(SCRIPT), *SHORT, "--run_name", "a"]
+    command += ["--output_dir", str(tmp_path)]
+    for process in [subprocess.Popen(command) for _ in range(2)]:
+        assert process.wait(timeout=100) == 0
+    for name in ("a", "a-2"):
+        rows = metrics(tmp_path / fl.SCRIPT / name)
+        assert [row["step"] for row in rows] == list(range(1, 7))
+
+
+# ---- 8  flags reach where they act ---------------------------------------------------------------
+
+
+class Table(torch.nn.Module):
+    """An actor whose logits are a given table (S, 4), the same on every map."""
+
+    def __init__(self, logits: torch.Tensor):
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, observations):
+        return observations[:, -1].flatten(1) @ self.logits  # the last plane is the agent's
+
+
+def test_evaluate_is_of_softmax_argmax_best_and_chance():
+    lakes = make_lakes(number=5, slippery=True)
+    logits = torch.randn(16, 4)
+    result = fl.evaluate(Table(logits), lakes, 40)
+    policies = {
+        "sampled": logits.exp() / logits.exp().sum(dim=1, keepdim=True),
+        "greedy": (logits == logits.amax(dim=1, keepdim=True)).float(),
+        "uniform": torch.full((16, 4), 0.25),
+    }
+    for name, policy in policies.items():
+        value = fl.success_probability(lakes, 40, policy.expand(5, 16, 4))
+        expected = np.mean([value[b, lakes.start[b]].item() for b in range(5)])
+        assert result[f"eval/{name}"] == pytest.approx(expected, abs=1e-6)
+    assert result["eval/optimum"] > max(result["eval/sampled"], result["eval/greedy"])
+
+
+def test_play_takes_the_policys_actions():
+    """Greedy follows the argmax; sampling does not; both in gymnasium's own environment."""
+    lakes = fl.build_lakes([("SFFF", "FFFF", "FFFF", "FFFG")], False, "onehot", CPU)
+    logits = torch.zeros(16, 4)
+    logits[:, 2], logits[[3, 7, 11], 1] = 1.0, 2.0  # right, and down at the edge
+    args = make_args("--greedy")
+    frames, reward = fl.play(Table(logits), args, lakes, "ansi")
+    assert reward == 1 and len(frames) == 7
+    assert [line for f in frames[1:] for line in f.splitlines() if "(" in line] == [
+        *["  (Right)"] * 3,
+        *["  (Down)"] * 3,
+    ]
+    args.greedy = False
+    lengths = set()
+    for args.seed in range(5):
+        lengths.add(len(fl.play(Table(logits), args, lakes, "ansi")[0]))
+    assert len(lengths) > 1
+
+
+def test_arrows_point_where_gymnasium_goes(checkpoint, capsys):
+    lakes = fl.build_lakes([("SFFF", "FFFF", "FFFF", "FFFG")], False, "onehot", CPU)
+    moves = {-1: "←", 4: "↓", 1: "→", -4: "↑"}  # difference of the cell's number
+    arrow = [moves[int(lakes.next_cell[0, 5, a, 0]) - 5] for a in range(4)]
+    assert fl.main(["--infer", str(checkpoint), "--map", "SFFF/FFFF/FFFF/FFFG"]) == 0
+    shown = [line[-4:] for line in capsys.readouterr().out.splitlines()[1:5]]
+    actor = fl.conv_net(5, 4, 4, 32, outputs=4)
+    actor.load_state_dict(fl.load_checkpoint(str(checkpoint))["parts"]["actor"])
+    best = fl.evaluate_cells(actor, lakes).argmax(dim=1).tolist()
+    expected = [arrow[a] for a in best[:15]] + ["G"]
+    assert "".join(shown) == "".join(expected)
+
+
+def test_a_start_anywhere():
+    rows = ("FFFF", "FFSF", "FHFF", "FFFG")
+    lakes = fl.build_lakes([rows, rows], False, "onehot", CPU)
+    assert lakes.start.tolist() == [6, 6]
+    generator = torch.Generator().manual_seed(0)
+    batch = fl.sample_batch(random_log_probs(lakes), lakes, lakes.start, 3, 9, generator)
+    assert batch.cells[:, 0].tolist() == [6, 6, 6, 22, 22, 22]
+
+
+def test_unseen_maps_are_unseen_and_the_same_for_all_seeds():
+    one, two = (fl.Trainer(make_args("--seed", s, "--eval_maps", "200")) for s in "12")
+    assert one.eval_lakes.maps == two.eval_lakes.maps
+    trained = set()
+    for _ in range(40):
+        trained |= set(one.make_lakes(one.rng, 32, held_out=False).maps)
+    assert len(trained) > 300 and not trained & set(one.eval_lakes.maps)
+
+
+def test_defaults_that_depend_on_other_flags():
+    gammas = {e: make_args("--adv_estimator", e).gamma for e in ("ppo", "grpo", "rloo")}
+    assert gammas == {"ppo": 0.95, "grpo": 1.0, "rloo": 1.0}
+    assert make_args("--gamma", "0.5").gamma == 0.5
+    assert make_args("--map", "8x8").max_episode_steps == 200
+
+
+def test_scale_rewards_reaches_the_advantages():
+    batch = one_batch("--adv_estimator", "grpo", *FEW)[2]
+    batch.rewards[0, 0] += 1
+    for scale in ("group", "batch", "none"):
+        args = make_args("--adv_estimator", "grpo", *FEW, "--scale_rewards", scale)
+        scores = batch.rewards.sum(dim=1).view(3, 4)
+        expected = fl.compute_grpo(scores, scale).view(12, 1) * batch.mask
+        torch.testing.assert_close(fl.prepare_grpo(batch, args), expected)
+
+
+def test_each_network_has_its_own_rate_and_clip():
+    flags = "--actor_learning_rate", "0.004", "--critic_learning_rate", "0.002"
+    clip = "--max_grad_norm", "0.001", "--max_steps", "2", "--num_updates_per_batch", "1"
+    trainer = fl.Trainer(make_args(*flags, *clip))
+    before = [p.clone() for p in trainer.actor.parameters()]
+    metrics = trainer.update()
+    norms = [
+        torch.stack([p.grad.norm() for p in network.parameters()]).norm().item()
+        for network in (trainer.actor, trainer.critic)
+    ]
+    assert norms == pytest.approx([0.001, 0.001], rel=1e-3)
+    assert metrics["losses/grad_norm"] > 0.002  # as it was before clipping
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.004, 0.002]
+    step = max(
+        (p - q).abs().max().item() for p, q in zip(before, trainer.actor.parameters(), strict=True)
+    )
+    assert step == pytest.approx(0.004, rel=0.05)  # Adam's first step is the learning rate
+    trainer.update()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.002, 0.001]
+
+
+def test_counters_and_group_statistics(monkeypatch):
+    kept = []
+    real = fl.sample_batch
+    monkeypatch.setattr(fl, "sample_batch", lambda *a: kept.append(real(*a)) or kept[-1])
+    trainer = fl.Trainer(make_args("--adv_estimator", "grpo", "--gamma", "0.9"))
+    metrics = [trainer.update(), trainer.update()]
+    assert trainer.env_steps == sum(int(batch.mask.sum()) for batch in kept)
+    for row, batch in zip(metrics, kept, strict=True):
+        advantages = fl.prepare_grpo(batch, trainer.args).view(32, -1)
+        flat = (advantages == 0).all(dim=1).float().mean().item()
+        assert row["group/zero_std_frac"] == pytest.approx(flat)  # those without a gradient
+        assert row["score/mean"] == pytest.approx(batch.rewards.sum(dim=1).mean().item())
+        lengths = batch.mask.sum(dim=1).float().mean().item()
+        assert row["charts/episodic_length"] == pytest.approx(lengths)
+
+
+def test_summary_says_solved_where_it_is():
+    result = {"sampled": 0.5, "greedy": 0.9, "optimum": 0.92, "uniform": 0.1, "maps": 5, "step": 9}
+    result |= {"env_steps": 7, "train_seconds": 1.0, "seconds": 2.0, "run_dir": "r/s/a"}
+    result["stopped"] = False
+    dry, slippery = make_args(), make_args("--frozen_lake_slippery")
+    assert "\nnot solved: 54.3%" in fl.summary(result, dry)  # dry ice: the sampled policy
+    assert "\nsolved: 97.8%" in fl.summary(result, slippery)  # slippery: the better of the two
+    assert "\nsolved: 99.8%" in fl.summary(result | {"sampled": 0.918}, dry)
+    grpo = make_args("--adv_estimator", "grpo")
+    lags = result | {"sampled": 0.92}
+    assert "greedy lags" in fl.summary(lags, grpo) and "greedy lags" not in fl.summary(lags, dry)
+    assert "--resume r/s/a/checkpoint-last.pt" in fl.summary(result | {"stopped": True}, dry)
+
+
+@pytest.mark.parametrize("loss_type", ["bnpo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("level,high", [("token", None), ("token", 0.6), ("sequence", 0.6)])
+def test_update_in_loops_where_the_clip_acts(loss_type, level, high):
+    """Every flag of the loss in one pass whose ratio is not 1: gradient and metrics."""
+    flags = ["--loss_type", loss_type, "--importance_sampling_level", level, "--beta", "0.5"]
+    flags += ["--clip_epsilon", "0.3", "--entropy_coef", "0.2", "--num_updates_per_batch", "1"]
+    flags += ["--max_steps", "4", *(["--clip_epsilon_high", str(high)] if high else [])]
+    trainer, lakes, batch = one_batch("--adv_estimator", "grpo", *FEW, *flags)
+    trainer.step = 1  # the entropy bonus is annealed to 3/4
+    torch.manual_seed(1)
+    for p in trainer.reference.parameters():
+        p.data += 0.05 * torch.randn_like(p)
+    noise = torch.randn_like(batch.logp_old) + torch.randn(len(batch.mask), 1)
+    batch.logp_old = batch.logp_old + 0.5 * noise
+    advantages = torch.randn_like(batch.logp_old) * batch.mask
+    low, high = 0.3, high or 0.3
+
+    trainer.actor.zero_grad()
+    rows, seen = [], {"clipfrac": [], "approx_kl": [], "kl_ref": [], "entropy": []}
+    for e in range(len(batch.mask)):
+        steps = []
+        for t in batch.mask[e].nonzero().flatten().tolist():
+            observation = fl.observe(lakes, batch.cells[e, t][None])
+            log_probs = trainer.actor(observation).log_softmax(dim=1)[0]
+            with torch.no_grad():
+                reference = trainer.reference(observation).log_softmax(dim=1)[0]
+            steps.append((t, log_probs, reference[batch.actions[e, t]]))
+        logs = [lp[batch.actions[e, t]] - batch.logp_old[e, t] for t, lp, _ in steps]
+        if level == "sequence":
+            logs = [sum(logs) / len(logs)] * len(logs)
+        row = []
+        for (t, lp, ref), log in zip(steps, logs, strict=True):
+            a, advantage, ratio = batch.actions[e, t], advantages[e, t], log.exp()
+            if advantage > 0:
+                surrogate = min(ratio, torch.tensor(1 + high)) * advantage
+            else:
+                surrogate = max(ratio, torch.tensor(1 - low)) * advantage
+            entropy = -(lp.exp() * lp).sum()
+            kl = (ref - lp[a]).exp() - (ref - lp[a]) - 1
+            row.append(surrogate + 0.2 * 0.75 * entropy - 0.5 * kl)
+            moved = (lp[a] - batch.logp_old[e, t]).detach()
+            seen["clipfrac"].append(float(ratio < 1 - low or ratio > 1 + high))
+            seen["approx_kl"].append((moved.exp() - moved - 1).item())
+            seen["kl_ref"].append(kl.item())
+            seen["entropy"].append(entropy.item())
+        rows.append(row)
+    total = sum(sum(row) for row in rows)
+    objective = {
+        "bnpo": total / sum(len(row) for row in rows),
+        "grpo": sum(sum(row) / len(row) for row in rows) / len(rows),
+        "dr_grpo": total / (len(rows) * 12),
+    }[loss_type]
+    (-objective).backward()
+    expected = [p.grad.clone() for p in trainer.actor.parameters()]
+    metrics = fl.update_model(trainer, lakes, batch, advantages, None)
+    for p, theirs in zip(trainer.actor.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, theirs, rtol=1e-3, atol=1e-6)
+    assert 0.1 < statistics.mean(seen["clipfrac"]) < 0.9
+    for name, values in seen.items():
+        assert metrics[f"losses/{name}"] == pytest.approx(statistics.mean(values), rel=1e-4)
