@@ -113,7 +113,7 @@ def different_maps(actor: torch.nn.Module, args: argparse.Namespace, number: int
 
 
 def greedy_ends(actor: torch.nn.Module, args: argparse.Namespace) -> dict:
-    """Shares of the unseen maps on which argmax falls, or never arrives, and of these stands still."""
+    """Shares of the unseen maps on which argmax falls, never ends, and there stands still."""
     if args.frozen_lake_slippery:
         return {}
     lakes = fl.Trainer(args).eval_lakes
