@@ -4,8 +4,8 @@ Run:  python benchmarks/frozen_lake.py                all parts, about 70 minute
       python benchmarks/frozen_lake.py sampling runs  only these; the other parts' results stay
       python benchmarks/frozen_lake.py --tables       only write the tables of docs anew
 
-Results go to benchmarks/results/frozen_lake.json, tables to docs/frozen_lake.md (between its
-`<!-- table NAME -->` marks). Nothing else should run on the machine meanwhile.
+Results go to benchmarks/results/frozen_lake.json, tables to the pages of docs and README (between
+their `<!-- table NAME -->` marks). Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tqdm import tqdm  # noqa: E402
 import frozen_lake_ppo_grpo as fl  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "frozen_lake.json"
-PAGE = ROOT / "docs" / "frozen_lake.md"
+PAGES = [ROOT / name for name in ("docs/frozen_lake.md", "README.md", "docs/README.zh-CN.md")]
 
 # the documented lines; the estimator and the seed come on top
 PLAIN = ""
@@ -380,7 +380,20 @@ def table_scaling(rows: list[dict]) -> str:
     return table(["estimator", "maps x episodes", "steps an update", "ms an update"], body)
 
 
+def table_overview(rows: list[dict]) -> str:
+    header = ["FrozenLake 4x4", "estimator", "sampled / optimum", "greedy / optimum", "training, s"]
+    body = []
+    for (line, estimator), some in groups(rows, "line", "estimator").items():
+        shares = [{k: r[k] / r["optimum"] for k in ("sampled", "greedy")} for r in some]
+        body.append(
+            [line, estimator, spread(shares, "sampled"), spread(shares, "greedy")]
+            + [spread(some, "train_seconds", 0)]
+        )
+    return table(header, body)
+
+
 TABLES = {
+    "overview": (["plain", "slippery"], table_overview),
     "runs": (["plain", "slippery"], table_runs),
     "different": (["plain", "slippery"], table_different),
     "greedy": (["greedy"], table_greedy),
@@ -400,6 +413,11 @@ def render(page: str, results: dict) -> str:
             marks = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
             page = re.sub(marks, lambda m, t=text: m[1] + t + "\n" + m[2], page, flags=re.DOTALL)
     return page
+
+
+def write_tables(results: dict) -> None:
+    for page in PAGES:
+        page.write_text(render(page.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 def main() -> None:
@@ -425,8 +443,8 @@ def main() -> None:
         }
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
-    PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+        write_tables(results)
+    write_tables(results)
 
 
 if __name__ == "__main__":
