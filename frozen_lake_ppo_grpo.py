@@ -362,8 +362,7 @@ def sample_batch(
 
 def prepare_ppo(batch: Batch, value_table: Tensor, args: argparse.Namespace) -> tuple:
     """PPO: a critic and GAE, one advantage a step. Returns (advantages, returns), both (E, T)."""
-    values = value_table[batch.cells] * batch.mask
-    next_values = value_table[batch.next_cells] * batch.mask
+    values, next_values = value_table[batch.cells], value_table[batch.next_cells]  # (E, T)
     rewards = batch.rewards
     if args.whiten_rewards:
         rewards = whiten(rewards, batch.mask, shift_mean=False)

@@ -627,8 +627,7 @@ def test_ppo_advantages_and_returns():
     kept = raw[batch.mask]
     expected = (raw - kept.mean()) / kept.std() * batch.mask
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-5)
-    values = value[batch.cells] * batch.mask
-    torch.testing.assert_close(returns[batch.mask], (raw + values)[batch.mask])
+    torch.testing.assert_close(returns[batch.mask], (raw + value[batch.cells])[batch.mask])
     args.whiten_rewards = True
     scale = batch.rewards[batch.mask].std()
     _, scaled = fl.prepare_ppo(batch, torch.zeros(4), args)
@@ -811,6 +810,11 @@ def test_resume_equals_never_stopping(flags, tmp_path):
     (half / "checkpoint-last.pt").unlink()
     assert fl.main(["--resume", str(half / "checkpoint-000003.pt"), "--quiet"]) == 0
     assert same(state(whole), state(half))
+    seconds = [
+        fl.load_checkpoint(str(half / name))["counters"][2]
+        for name in ("checkpoint-000003.pt", "checkpoint-last.pt")
+    ]
+    assert 0 < seconds[0] < seconds[1]  # they add up over a resume
     assert metrics(whole) == metrics(half)  # rows 4 to 6 were logged anew, none twice
     assert fl.main([*common, "--run_name", "again"]) == 0
     assert same(state(whole), state(tmp_path / fl.SCRIPT / "again"))
@@ -1152,6 +1156,25 @@ def test_play_takes_the_policys_actions():
     assert len(lengths) > 1
 
 
+def test_play_slips_only_on_slippery_ice():
+    lakes = fl.build_lakes([("SFFF", "FFFF", "FFFF", "FFFG")], False, "onehot", CPU)
+    logits = torch.zeros(16, 4)
+    logits[:, 2], logits[[3, 7, 11], 1] = 1.0, 2.0
+    for flags, numbers in (["--greedy"], {7}), (["--greedy", "--frozen_lake_slippery"], set()):
+        args, lengths = make_args(*flags), set()
+        for args.seed in range(4):
+            lengths.add(len(fl.play(Table(logits), args, lakes, "ansi")[0]))
+        assert lengths == numbers or (not numbers and len(lengths) > 1)
+
+
+def test_passes_over_a_batch_are_steps_of_the_optimiser():
+    for passes in (1, 3):
+        trainer = fl.Trainer(make_args("--num_updates_per_batch", str(passes), "--eval_maps", "1"))
+        trainer.update()
+        steps = {int(s["step"]) for s in trainer.optimizer.state_dict()["state"].values()}
+        assert steps == {passes}
+
+
 def test_arrows_point_where_gymnasium_goes(checkpoint, capsys):
     lakes = fl.build_lakes([("SFFF", "FFFF", "FFFF", "FFFG")], False, "onehot", CPU)
     moves = {-1: "←", 4: "↓", 1: "→", -4: "↑"}  # difference of the cell's number
@@ -1233,6 +1256,13 @@ def test_counters_and_group_statistics(monkeypatch):
         flat = (advantages == 0).all(dim=1).float().mean().item()
         assert row["group/zero_std_frac"] == pytest.approx(flat)  # those without a gradient
         assert row["score/mean"] == pytest.approx(batch.rewards.sum(dim=1).mean().item())
+        spreads = []
+        for m in range(32):  # episodes 8m to 8m+7 walk on map m
+            assert (batch.cells[8 * m : 8 * m + 8] // 16 == m).all()
+            rewards = batch.rewards[8 * m : 8 * m + 8].tolist()
+            returns = [sum(0.9**t * r for t, r in enumerate(episode)) for episode in rewards]
+            spreads.append(statistics.stdev(returns))
+        assert row["group/reward_std"] == pytest.approx(statistics.mean(spreads), abs=1e-6)
         lengths = batch.mask.sum(dim=1).float().mean().item()
         assert row["charts/episodic_length"] == pytest.approx(lengths)
 
