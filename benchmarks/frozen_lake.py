@@ -41,7 +41,7 @@ SLIPPERY = (
     "--frozen_lake_slippery --batch_size 64 --group_size 16 --actor_learning_rate 1e-3 "
     "--entropy_coef 0.05 --gamma 0.995 --max_steps 1000"
 )
-LARGE = "--frozen_lake_size 8 --exploring_starts 0.9 --batch_size 64 --max_steps 800"
+LARGE = "--frozen_lake_size 8 --exploring_starts 0.9 --batch_size 64 --max_steps 600"
 ARTICLE = (
     "--batch_size 32 --group_size 8 --num_updates_per_batch 1 --actor_learning_rate 1e-4 "
     "--critic_learning_rate 3e-4 --max_steps 1000 --gamma 0.9 --lam 0.95 --clip_epsilon 0.2 "
