@@ -2,7 +2,7 @@
 # requires-python = ">=3.10"
 # dependencies = [
 #     "torch>=2.4", "gymnasium[classic-control,toy-text]>=1.0", "numpy>=1.26",
-#     "tensorboard>=2.16", "tqdm>=4.66",
+#     "tensorboard>=2.20", "tqdm>=4.66",
 # ]
 # ///
 """PPO and GRPO on random FrozenLake maps: a map is a prompt, a walk is an answer.
@@ -17,7 +17,7 @@ Keeps:   GAE; group-normalised and leave-one-out advantages; the clipped surroga
          step or per episode; k3 KL to a reference; entropy bonus; the article's two CNNs.
 Changes: maps follow the seed; the reward sits on the last action; PPO whitens advantages over the
          batch; running out of time bootstraps V(s_T); four passes over a batch, so that the clip
-         acts; learning rates fall to 0; tiles are one-hot planes. See docs/errata.md, 1 to 6.
+         acts; learning rates fall to 0; tiles are one-hot planes. Why: docs/errata.md.
 Left out: minibatches, a shared actor-critic trunk (the article has neither).
 
 symbol     | variable        | shape        | meaning
@@ -36,7 +36,6 @@ rho_t      | ratio           | (E, T)       | pi(a_t|s_t) / pi_old(a_t|s_t)
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
 import math
@@ -50,7 +49,6 @@ import time
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 
 import gymnasium as gym
@@ -73,7 +71,7 @@ def compute_gae(
     gamma: float,
     lam: float,
 ) -> Tensor:
-    """Generalised advantage estimates, all (N, T) (Schulman 2016, eq. 16; 优势函数的构造：GAE).
+    """Generalised advantage estimates, all (N, T) (Schulman et al. 2016, eq. 16).
 
     next_values[t] is V of the observation that step t led to, before any reset. Termination cuts
     the bootstrap, truncation (the time limit) does not; both cut the recursion.
@@ -107,7 +105,7 @@ def compute_grpo(scores: Tensor, scale_rewards: str = "group") -> Tensor:
 
 
 def compute_rloo(scores: Tensor) -> Tensor:
-    """Leave-one-out advantages (B, G): a score against the mean of the others (Kool 2019)."""
+    """Leave-one-out advantages (B, G): a score against the mean of the others (Kool et al. 2019)."""
     # A_i = R_i - mean_{j != i}(R_j) = (R_i - mean(R)) * G / (G - 1)
     group_size = scores.shape[1]
     advantages = (scores - scores.mean(dim=1, keepdim=True)) * group_size / (group_size - 1)
@@ -133,7 +131,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     kept = x[mask]
     std = kept.std(correction=min(1, kept.numel() - 1))
     std = std.masked_fill(kept.amax() == kept.amin(), 1.0)  # all equal: 0, not rounding
-    # NOT IN ARTICLE: without the shift, 0 stays 0; put back, the mean would fine every step
+    # NOT IN ARTICLE (nor TRL, which adds the mean back: that turns every 0 into a penalty)
     return (x - kept.mean() if shift_mean else x) / (std + 1e-8) * mask
 
 
@@ -164,7 +162,7 @@ def aggregate(per_step: Tensor, mask: Tensor, loss_type: str, max_length: int) -
     """One number from terms (E, T), by TRL's names.
 
     bnpo: mean over all steps, so a long episode weighs more (the article's code). grpo: mean over
-    each episode's steps, then over episodes (the paper's 1/|o_i|). dr_grpo: sum / constant length.
+    each episode's steps, then over episodes (the paper's 1/|o_i|). dr_grpo: sum / (E * max_length).
     """
     per_step = per_step.masked_fill(~mask, 0.0)
     if loss_type == "bnpo":
@@ -215,7 +213,7 @@ class Lakes:
 def transition_table(rows: Rows, slippery: bool) -> np.ndarray:
     """(S, 4, K, 4) float64: probability, next cell, reward, terminated; read from gymnasium."""
     table = FrozenLakeEnv(desc=list(rows), is_slippery=slippery).P
-    ended = [(0.0, 0, 0.0, True)] * 2 if slippery else []  # holes and goals have but one outcome
+    ended = [(0.0, 0, 0.0, True)] * 2 if slippery else []  # holes and goals have only one outcome
     outcomes = [[(table[s][a] + ended)[: 1 + len(ended)] for a in range(4)] for s in table]
     return np.array(outcomes, dtype=np.float64)
 
@@ -324,7 +322,7 @@ def sample_batch(
     first = torch.arange(num_maps, device=start.device) * num_cells  # (B,) a map's cell 0
     next_cell = (lakes.next_cell + first[:, None, None, None]).flatten()  # (B*S*4*K,)
     terminated = lakes.terminated.flatten()
-    # inverse-CDF sampling: the draw is how many cumulative sums (all but the last, 1) u has passed
+    # inverse-CDF sampling: the draw is how many cumulative sums (but the last, 1) u has reached
     action_cdf = log_probs.exp().cumsum(dim=1)[:, :-1].contiguous()  # (B*S, 3)
     outcome_cdf = lakes.prob.cumsum(dim=-1).view(-1, num_outcomes)[:, :-1]  # (B*S*4, K-1)
 
@@ -333,11 +331,11 @@ def sample_batch(
     steps = []
     for _ in range(max_episode_steps):
         u = torch.rand(len(cell), 2, generator=generator, device=cell.device)
-        action = (u[:, :1] > action_cdf[cell]).sum(dim=1)  # (E,)
+        action = (u[:, :1] >= action_cdf[cell]).sum(dim=1)  # (E,)
         pair = cell * 4 + action
         outcome = pair * num_outcomes
         if num_outcomes > 1:
-            outcome = outcome + (u[:, 1:] > outcome_cdf[pair]).sum(dim=1)
+            outcome = outcome + (u[:, 1:] >= outcome_cdf[pair]).sum(dim=1)
         steps.append((cell, action, outcome, alive))
         cell, alive = next_cell[outcome], alive & ~terminated[outcome]
         if not alive.any():
@@ -402,7 +400,8 @@ def update_model(
         logp = log_probs[where, batch.actions]  # (E, T)
         entropy = categorical_entropy(log_probs)[where]  # (E, T)
         ratio = importance_ratio(logp, batch.logp_old, mask, args.importance_sampling_level)
-        # J = E[surrogate + c_H * entropy - beta * KL(pi || pi_ref)], to be maximised
+        # J = E[surrogate + c_H * entropy - beta * k3], to be maximised. k3 has the value of
+        # KL(pi || pi_ref) and the gradient of KL(pi_ref || pi); not re-weighted, as in TRL
         surrogate = clipped_surrogate(ratio, advantages, low, high)
         objective = surrogate + args.entropy_coef * trainer.annealing() * entropy
         if args.beta > 0:
@@ -528,7 +527,7 @@ class Trainer:
         args = self.args
         lakes = self.make_lakes(self.rng, args.batch_size, held_out=False)
         start = lakes.start  # (B,)
-        if args.exploring_starts > 0:  # some groups start on any ice (Sutton & Barto, section 5.3)
+        if args.exploring_starts > 0:  # some groups start on any ice (exploring starts)
             anywhere = torch.multinomial(lakes.live.float(), 1, generator=self.generator)
             u = torch.rand(len(start), generator=self.generator, device=self.device)
             start = torch.where(u < args.exploring_starts, anywhere.squeeze(1), start)
@@ -606,12 +605,14 @@ def load_checkpoint(path: str) -> dict:
 
 def new_folder(parent: Path, name: str) -> Path:
     """Make parent/name, or name-2, name-3, ...: a run is never overwritten."""
-    for k in count(1):
-        folder = parent / (f"{name}-{k}" if k > 1 else name)
-        with contextlib.suppress(FileExistsError):
+    folder, k = parent / name, 1
+    while True:
+        try:
             folder.mkdir(parents=True)
             return folder
-    raise AssertionError("count() never ends")
+        except FileExistsError:
+            k += 1
+            folder = parent / f"{name}-{k}"
 
 
 def open_run(folder: Path, args: argparse.Namespace, step: int) -> tuple:
@@ -653,7 +654,8 @@ def train(args: argparse.Namespace) -> dict:
     stop: list[bool] = []
 
     def on_interrupt(*_: object) -> None:
-        tqdm.write("finishing this update, then saving; Ctrl-C again stops at once")
+        if not args.quiet:
+            tqdm.write("finishing this update, then saving; Ctrl-C again stops at once")
         stop.append(True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -700,7 +702,8 @@ def train(args: argparse.Namespace) -> dict:
             frames, _ = play(trainer.actor, args, lakes, "rgb_array")
             add_gif(writer, "agent/sampled", frames, step)
     except (FloatingPointError, OSError) as error:
-        raise type(error)(f"update {trainer.step + 1}: {error}; run: {folder}") from error
+        where = f"update {trainer.step + 1}: " if isinstance(error, FloatingPointError) else ""
+        raise type(error)(f"{where}{error}; run: {folder}") from error
     finally:
         if main_thread:
             signal.signal(signal.SIGINT, previous)
@@ -956,6 +959,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             if args.max_steps <= done:
                 parser.error(f"argument --max_steps: {done} updates are done; give more")
     ppo = args.adv_estimator == "ppo"
+    if ppo and args.importance_sampling_level == "sequence":
+        parser.error("argument --importance_sampling_level: sequence needs a group estimator")
     if args.whiten_rewards and not ppo:
         parser.error("argument --whiten_rewards: needs --adv_estimator ppo")
     if args.reference and args.beta == 0:

@@ -136,7 +136,7 @@ def grid(lines: dict[str, str], estimators: list[str], seeds=SEEDS) -> list[dict
 
 
 def part_plain() -> list[dict]:
-    return grid({"dry": PLAIN}, ["ppo", "grpo", "rloo"])
+    return grid({"not slippery": PLAIN}, ["ppo", "grpo", "rloo"])
 
 
 def part_slippery() -> list[dict]:
@@ -153,6 +153,19 @@ def part_collapse() -> list[dict]:
          "entropy bonus 0.05": f"{SMALL_SLIPPERY} --gamma 0.995 --entropy_coef 0.05",
          "entropy bonus 0.05, gamma 1": f"{SMALL_SLIPPERY} --gamma 1 --entropy_coef 0.05"}, ["ppo"]
     )  # fmt: skip
+
+
+def part_constant() -> list[dict]:
+    """Slippery ice: exact success of the four policies that do the same everywhere."""
+    trainer = fl.Trainer(fl.parse_args(["--frozen_lake_slippery", "--adv_estimator", "grpo"]))
+    lakes, rows = trainer.eval_lakes, []
+    for action, name in enumerate(("left", "down", "right", "up")):
+        policy = torch.zeros(*lakes.live.shape, 4)
+        policy[..., action] = 1
+        success = fl.from_start(fl.success_probability(lakes, 100, policy), lakes)
+        rows.append({"policy": f"always {name}", "success": success})
+    uniform = fl.evaluate(trainer.actor, lakes, 100)["eval/uniform"]
+    return [*rows, {"policy": "uniform", "success": uniform}]
 
 
 def part_large() -> list[dict]:
@@ -252,6 +265,7 @@ PARTS = {
     "plain": part_plain,
     "slippery": part_slippery,
     "greedy": part_greedy,
+    "constant": part_constant,
     "collapse": part_collapse,
     "large": part_large,
     "article": part_article,
@@ -281,7 +295,7 @@ def groups(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
 
 
 def table_runs(rows: list[dict]) -> str:
-    header = ["ice", "estimator", "sampled", "greedy", "optimum", "best of the two / optimum"]
+    header = ["4x4", "estimator", "sampled", "greedy", "optimum", "best of the two / optimum"]
     header += ["updates", "environment steps, million", "training, s"]
     body = []
     for (line, estimator), some in groups(rows, "line", "estimator").items():
@@ -300,7 +314,7 @@ def table_different(rows: list[dict]) -> str:
         + [f"{some[0]['different_optimum']:.4f}"]
         for (line, estimator), some in groups(rows, "line", "estimator").items()
     ]
-    return table(["ice", "estimator", "sampled", "greedy", "optimum"], body)
+    return table(["4x4", "estimator", "sampled", "greedy", "optimum"], body)
 
 
 def table_greedy(rows: list[dict]) -> str:
@@ -330,6 +344,10 @@ def table_collapse(rows: list[dict]) -> str:
         for (estimator, line), some in groups(rows, "estimator", "line").items()
     ]
     return table(header, body)
+
+
+def table_constant(rows: list[dict]) -> str:
+    return table(["policy", "success"], [[r["policy"], f"{r['success']:.4f}"] for r in rows])
 
 
 def table_large(rows: list[dict]) -> str:
@@ -397,6 +415,7 @@ TABLES = {
     "runs": (["plain", "slippery"], table_runs),
     "different": (["plain", "slippery"], table_different),
     "greedy": (["greedy"], table_greedy),
+    "constant": (["constant"], table_constant),
     "collapse": (["collapse"], table_collapse),
     "large": (["large"], table_large),
     "article": (["article"], table_article),

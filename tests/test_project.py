@@ -106,12 +106,14 @@ ALL_COMMANDS = sorted({command for path in DOCS for command in commands(path)})
 
 
 @pytest.mark.parametrize("command", ALL_COMMANDS)
-def test_every_command_of_the_docs_is_accepted(command):
-    """Flags exist and fit together. Paths of checkpoints are only there after a run."""
+def test_every_command_of_the_docs_runs(command, tmp_path):
+    """In short mode. Commands about a checkpoint are tested with the scripts."""
     _, script, *flags = command.split()
     module = __import__(Path(script).stem)
-    if not {"--infer", "--resume", "--reference", "--help"} & set(flags):
-        assert module.parse_args(flags)
+    if {"--infer", "--resume", "--reference", "--help"} & set(flags):
+        pytest.skip("needs a run, or only prints")
+    short = ["--max_steps", "1", "--batch_size", "2", "--eval_maps", "2", "--quiet"]
+    assert module.main([*flags, *short, "--threads", "1", "--output_dir", str(tmp_path)]) == 0
 
 
 def test_tables_of_the_docs_come_from_the_results():
@@ -129,6 +131,8 @@ def test_tables_of_the_docs_come_from_the_results():
 def test_no_leftovers():
     """Nothing of one machine in the repository."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    if not listed:
+        pytest.skip("not a git checkout")
     for name in listed.splitlines():
         path = ROOT / name
         if path.suffix in {".py", ".md", ".toml", ".txt"}:
