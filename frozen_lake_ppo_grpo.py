@@ -105,7 +105,7 @@ def compute_grpo(scores: Tensor, scale_rewards: str = "group") -> Tensor:
 
 
 def compute_rloo(scores: Tensor) -> Tensor:
-    """Leave-one-out advantages (B, G): a score against the mean of the others (Kool et al. 2019)."""
+    """Leave-one-out advantages (B, G) (Kool et al. 2019; Ahmadian et al. 2024)."""
     # A_i = R_i - mean_{j != i}(R_j) = (R_i - mean(R)) * G / (G - 1)
     group_size = scores.shape[1]
     advantages = (scores - scores.mean(dim=1, keepdim=True)) * group_size / (group_size - 1)
