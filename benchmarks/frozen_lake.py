@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,6 +156,25 @@ def part_collapse() -> list[dict]:
     )  # fmt: skip
 
 
+def part_halves() -> list[dict]:
+    """The halves of 4x4 maps (as in draw_maps): share of gymnasium's draws, holes, success."""
+    draws = [tuple(fl.generate_random_map(4, seed=seed)) for seed in range(4000)]
+    rows = []
+    for name, held_out in (("training", False), ("unseen", True)):
+        some = [r for r in draws if (zlib.crc32("".join(r).encode()) % 2 == 0) == held_out]
+        lakes = fl.build_lakes(some, False, "onehot", torch.device("cpu"))
+        uniform = torch.full((*lakes.live.shape, 4), 0.25)
+        rows.append(
+            {
+                "half": name,
+                "share": len(some) / len(draws),
+                "holes": statistics.mean("".join(r).count("H") for r in some),
+                "uniform": fl.from_start(fl.success_probability(lakes, 100, uniform), lakes),
+            }
+        )
+    return rows
+
+
 def part_constant() -> list[dict]:
     """Slippery ice: exact success of the four policies that do the same everywhere."""
     trainer = fl.Trainer(fl.parse_args(["--frozen_lake_slippery", "--adv_estimator", "grpo"]))
@@ -265,6 +285,7 @@ PARTS = {
     "plain": part_plain,
     "slippery": part_slippery,
     "greedy": part_greedy,
+    "halves": part_halves,
     "constant": part_constant,
     "collapse": part_collapse,
     "large": part_large,
@@ -346,6 +367,13 @@ def table_collapse(rows: list[dict]) -> str:
     return table(header, body)
 
 
+def table_halves(rows: list[dict]) -> str:
+    body = [
+        [r["half"], f"{r['share']:.2f}", f"{r['holes']:.2f}", f"{r['uniform']:.3f}"] for r in rows
+    ]
+    return table(["half", "share of draws", "holes a map", "success of chance"], body)
+
+
 def table_constant(rows: list[dict]) -> str:
     return table(["policy", "success"], [[r["policy"], f"{r['success']:.4f}"] for r in rows])
 
@@ -415,6 +443,7 @@ TABLES = {
     "runs": (["plain", "slippery"], table_runs),
     "different": (["plain", "slippery"], table_different),
     "greedy": (["greedy"], table_greedy),
+    "halves": (["halves"], table_halves),
     "constant": (["constant"], table_constant),
     "collapse": (["collapse"], table_collapse),
     "large": (["large"], table_large),
