@@ -425,6 +425,17 @@ def test_actions_are_drawn_from_the_policy():
     assert torch.equal(batch.logp_old[:, 0], log_probs[start][batch.actions[:, 0]])
 
 
+@pytest.mark.parametrize("slippery", [False, True])
+def test_an_impossible_action_is_never_drawn(slippery, monkeypatch):
+    """Not even where the uniform number is exactly 0, the lowest that torch.rand gives."""
+    lakes = make_lakes(number=2, slippery=slippery)
+    log_probs = torch.full((32, 4), 1 / 3).log()
+    log_probs[:, 0] = -torch.inf
+    monkeypatch.setattr(fl.torch, "rand", lambda *size, **_: torch.zeros(*size))
+    batch = fl.sample_batch(log_probs, lakes, lakes.start, 2, 5, torch.Generator())
+    assert (batch.actions == 1).all() and batch.logp_old[batch.mask].isfinite().all()
+
+
 def test_table_equals_one_forward_pass_per_observation():
     args = make_args("--adv_estimator", "grpo")
     trainer = fl.Trainer(args)
