@@ -700,7 +700,7 @@ def train(args: argparse.Namespace) -> dict:
             scores = {name.replace("eval", "hparam"): value for name, value in result.items()}
             writer.add_hparams(flags, scores, run_name=".")
             frames, _ = play(trainer.actor, args, lakes, "rgb_array")
-            add_gif(writer, "agent/sampled", frames, step)
+            add_gif(writer, "agent/sampled", frames, 250, step)
     except (FloatingPointError, OSError) as error:
         where = f"update {trainer.step + 1}: " if isinstance(error, FloatingPointError) else ""
         raise type(error)(f"{where}{error}; run: {folder}") from error
@@ -746,23 +746,23 @@ def play(actor: nn.Module, args: argparse.Namespace, lakes: Lakes, render_mode: 
     return frames, reward
 
 
-def gif_bytes(frames: list[np.ndarray]) -> bytes:
-    """Frames (H, W, 3) as an endless GIF, four a second."""
+def gif_bytes(frames: list[np.ndarray], milliseconds: int) -> bytes:
+    """Frames (H, W, 3), each shown for milliseconds, as an endless GIF."""
     from PIL import Image
 
-    first, *rest = (Image.fromarray(frame) for frame in frames)
-    first.save(
-        buffer := io.BytesIO(), "GIF", save_all=True, append_images=rest, duration=250, loop=0
-    )
+    first, *rest = map(Image.fromarray, frames)
+    loop = {"save_all": True, "append_images": rest, "duration": milliseconds, "loop": 0}
+    first.save(buffer := io.BytesIO(), "GIF", **loop)
     return buffer.getvalue()
 
 
-def add_gif(writer, tag: str, frames: list[np.ndarray], step: int) -> None:
+def add_gif(writer, tag: str, frames: list[np.ndarray], milliseconds: int, step: int) -> None:
     """An animated image in TensorBoard (its add_video needs moviepy)."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     height, width, _ = frames[0].shape
-    image = Summary.Image(height=height, width=width, encoded_image_string=gif_bytes(frames))
+    gif = gif_bytes(frames, milliseconds)
+    image = Summary.Image(height=height, width=width, encoded_image_string=gif)
     writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
 
@@ -786,7 +786,7 @@ def infer(args: argparse.Namespace) -> None:
         print("\n".join(frames))
     if args.render == "gif":
         path = Path(args.infer).with_name(f"episode-seed{args.seed}.gif")
-        path.write_bytes(gif_bytes(frames))
+        path.write_bytes(gif_bytes(frames, 250))
         print(f"wrote {path}")
     print(f"the episode {'reached' if reward else 'missed'} the goal, in {len(frames) - 1} steps")
 
