@@ -283,6 +283,7 @@ class Batch:
 @torch.no_grad()
 def sample_batch(trainer: Trainer) -> Batch:
     """The next num_steps steps of each environment, or (num_steps 0) a whole episode of each."""
+    # differs: real environments step here, not a table
     args, device, step = trainer.args, trainer.device, trainer.envs.step
     whole = args.num_steps == 0
     if whole:
@@ -351,6 +352,7 @@ def update_model(
     trainer: Trainer, batch: Batch, advantages: Tensor, returns: Tensor | None
 ) -> None:
     """One gradient step; PPO and GRPO: update_epochs passes, in minibatches."""
+    # differs: minibatches, and two forms of the objective
     args, mask = trainer.args, batch.mask
     if args.normalize_advantages == "batch":
         advantages = whiten(advantages, mask)
@@ -373,9 +375,10 @@ def update_model(
             if clips:  # PPO, GRPO: J = E[min(rho * Phi, clip(rho) * Phi)]
                 ratio = (logp - logp_old[rows]).exp()
                 objective = clipped_surrogate(ratio, phi, epsilon, epsilon).mean()
-                divergence.append(kl_k3(logp_old[rows], logp).mean())
-                metrics["losses/approx_kl"] = divergence[-1]
-                metrics["losses/clipfrac"] = ((ratio - 1).abs() > epsilon).float().mean()
+                with torch.no_grad():
+                    divergence.append(kl_k3(logp_old[rows], logp).mean())
+                    metrics["losses/approx_kl"] = divergence[-1]
+                    metrics["losses/clipfrac"] = ((ratio - 1).abs() > epsilon).float().mean()
             else:  # J = E[log pi(a_t|s_t) * Phi_t]
                 objective = (logp * phi).mean()
             metrics["losses/policy_loss"] = -objective
@@ -383,7 +386,6 @@ def update_model(
             if returns is not None:
                 values = trainer.critic(observations[rows]).squeeze(1)  # (R, 1) -> (R,)
                 metrics["losses/value_loss"] = value_loss(values, returns[rows])
-                metrics["losses/explained_variance"] = explained_variance(values, returns[rows])
                 loss = loss + metrics["losses/value_loss"]
             trainer.optimizer.zero_grad()
             loss.backward()
@@ -410,11 +412,17 @@ UNSEEN = 2**31  # the seed of all evaluations; --seed is below
 
 
 @torch.no_grad()
-def evaluate(policy: Callable[[Tensor], Tensor], envs: CartPoleVectorEnv, device) -> dict:
-    """Mean return of the policy's (R, 4) -> (R, 2) logits: the first half of envs takes the most
-    likely action, the other half samples. Always the same starts and the same draws."""
-    generator = torch.Generator(device).manual_seed(UNSEEN)
-    observation, _ = envs.reset(seed=UNSEEN)
+def evaluate(
+    policy: Callable[[Tensor], Tensor], envs: CartPoleVectorEnv, device, seed: int = UNSEEN
+) -> dict[str, float]:
+    """Mean return of a policy, observations (R, 4) -> logits (R, 2), in one episode of each env.
+
+    The first half of envs takes the most likely action, the other half samples. Called again, it
+    gives the same starts and the same draws.
+    """
+    # differs: episodes here; exact on FrozenLake
+    generator = torch.Generator(device).manual_seed(seed)
+    observation, _ = envs.reset(seed=seed)
     half, returns = envs.num_envs // 2, np.zeros(envs.num_envs)
     alive = np.ones(envs.num_envs, dtype=bool)
     while alive.any():
@@ -450,7 +458,7 @@ class Trainer:
         self.finished: list[float] = []
         self.names: list[str] = []
         self.sums, self.terms = torch.zeros(()), 0
-        self.groups: dict[str, Tensor] = {}  # metrics of the batch's groups, for GRPO
+        self.extra: dict[str, Tensor] = {}  # metrics of the batch, not of a gradient step
         self.eval_envs = make_envs(args.env_id, 2 * args.eval_episodes)
         self.actor = mlp(args.hidden_size, 2, gain=0.01).to(self.device)
         self.parts: dict = {"actor": self.actor}
@@ -477,7 +485,7 @@ class Trainer:
 
     def record(self, metrics: dict[str, Tensor]) -> None:
         """Add the metrics of a gradient step to the sums of the row to be logged next."""
-        metrics = metrics | self.groups
+        metrics = metrics | self.extra
         self.names, row = list(metrics), torch.stack(list(metrics.values())).detach()
         self.sums, self.terms = self.sums + row.cpu().double(), self.terms + 1
 
@@ -495,8 +503,11 @@ class Trainer:
         advantages, returns = prepare_inputs(args, batch, values)
         if args.adv_estimator == "grpo":
             scores = discounted_return(batch.rewards, args.gamma).view(-1, args.group_size)
-            self.groups["group/zero_std_frac"] = flat_groups(scores).float().mean()
-            self.groups["group/reward_std"] = scores.std(dim=1).mean()
+            self.extra["group/zero_std_frac"] = flat_groups(scores).float().mean()
+            self.extra["group/reward_std"] = scores.std(dim=1).mean()
+        if values is not None:
+            explained = explained_variance(values[:, :-1][batch.mask], returns[batch.mask])
+            self.extra["losses/explained_variance"] = explained
         check_finite(advantages=advantages)
         update_model(self, batch, advantages, returns)
         self.env_steps += int(batch.mask.sum())
@@ -601,6 +612,7 @@ def open_run(folder: Path, args: argparse.Namespace, step: int) -> tuple:
 
 def train(args: argparse.Namespace, parent: Path | None = None) -> dict:
     """Train as parse_args() says. Returns the last evaluation, counters and the run folder."""
+    # differs: counts environment steps, and stops when solved
     began, trainer = time.perf_counter(), Trainer(args)
     if args.resume:
         trainer.load_model(args.resume)
@@ -706,6 +718,7 @@ def train_all(args: argparse.Namespace) -> list[dict]:
 
 def play(actor: nn.Module, args: argparse.Namespace, render_mode: str) -> tuple:
     """An episode of gymnasium's environment. Returns (every fourth frame, return)."""
+    # differs: another environment
     if render_mode != "human":
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draws where there is no screen, too
     env = gym.make(args.env_id, render_mode=render_mode)
@@ -748,6 +761,7 @@ def add_gif(writer, tag: str, frames: list[np.ndarray], milliseconds: int, step:
 
 def infer(args: argparse.Namespace) -> None:
     """Judge a trained agent on unseen starts, and show an episode."""
+    # differs: another environment
     trainer = Trainer(args)
     trainer.actor.load_state_dict(load_checkpoint(args.infer)["parts"]["actor"])
     result = evaluate(trainer.actor, trainer.eval_envs, trainer.device)
@@ -773,28 +787,25 @@ PHI = {
     "grpo": "(G(tau) - mean) / std, clipped",
 }
 CLIPPED = ("ppo", "grpo")
-RATES = ("actor_learning_rate", "critic_learning_rate")
 
-# The flags of one estimator or some, with their defaults there. num_steps 0: whole episodes
-ALL = {"entropy_coef": 0.0, "normalize_advantages": "none"}
+# The flags that differ by estimator, with their defaults there. num_steps 0: whole episodes
+ALL = {"num_envs": 32, "entropy_coef": 0.0, "normalize_advantages": "none"}
 EPISODES = ALL | {"num_steps": 0, "gamma": 1.0, "actor_learning_rate": 1e-2}
 CRITIC = {"gamma": 0.99, "critic_learning_rate": 3e-3}
 STEPS = ALL | CRITIC | {"num_steps": 8, "actor_learning_rate": 3e-3}
+ONLINE = {"num_steps": 1, "actor_learning_rate": 5e-4, "critic_learning_rate": 5e-4}
 CLIP = {"clip_epsilon": 0.2, "update_epochs": 3, "minibatch_size": 0, "target_kl": 0.0}
-PPO = {"num_steps": 32, "update_epochs": 4, "minibatch_size": 128}
-# fmt: off
+PPO = {"lam": 0.95, "num_steps": 32, "minibatch_size": 128, "normalize_advantages": "batch"}
 SETTINGS: dict[str, dict] = {
-    "vanilla": EPISODES | {"actor_learning_rate": 5e-3, "entropy_coef": 3.0},
+    "vanilla": EPISODES | {"num_envs": 128},
     "reinforce": EPISODES,
     "baseline": EPISODES | CRITIC | {"baseline": "value", "critic_learning_rate": 1e-2},
-    "actor_critic": STEPS | {"num_steps": 1} | dict.fromkeys(RATES, 5e-4),
+    "actor_critic": STEPS | ONLINE,
     "nstep": STEPS | {"n_steps": 5},
     "gae": STEPS | {"lam": 0.95},
-    "ppo": STEPS | {"lam": 0.95} | CLIP | PPO | {"normalize_advantages": "minibatch"}
-           | dict.fromkeys(RATES, 2e-3),
+    "ppo": STEPS | CLIP | PPO,
     "grpo": EPISODES | CLIP | {"group_size": 16, "actor_learning_rate": 3e-3},
 }
-# fmt: on
 
 
 def threshold(args: argparse.Namespace) -> float:
@@ -837,6 +848,7 @@ def checkpoint_path(text: str) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    # differs: other flags
     about, formatter = (__doc__ or "").splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
     natural, positive = number(int, 0), number(int, 1)
@@ -861,8 +873,8 @@ def build_parser() -> argparse.ArgumentParser:
          help="CPU threads; small networks gain nothing from more; 0: torch decides")
     flag("--run_name", "--version", help="name of the run; None: estimator, environment and seed")
     flag("--output_dir", default="runs", help=f"a run goes to OUTPUT_DIR/{SCRIPT}/RUN_NAME")
-    flag("--max_steps", type=positive, default=1_000_000,
-         help="environment steps at most, 50000..1000000; see --target_return")
+    flag("--max_steps", type=positive, default=2_000_000,
+         help="environment steps at most, 50000..2000000; see --target_return")
     flag("--save_steps", type=natural, default=100_000,
          help="environment steps per checkpoint; 0: only the last")
     flag("--eval_every", type=natural, default=5000,
@@ -881,12 +893,10 @@ def build_parser() -> argparse.ArgumentParser:
     flag = parser.add_argument_group("environment").add_argument
     flag("--env_id", choices=["CartPole-v0", "CartPole-v1"], default="CartPole-v1",
          help="200 steps at most and threshold 195, or 500 and 475")
-    flag("--num_envs", type=positive, default=32,
-         help="N, environments side by side; of whole episodes: episodes an update")
-
     flag = parser.add_argument_group("algorithm").add_argument
     flag("--adv_estimator", choices=[*PHI, "all"], default="ppo",
          help="Phi_t; all: one after the other, and a table")
+    some("num_envs", "N, environments side by side", type=positive)
     some("num_steps", "steps of each environment between updates; 0: its episode", type=natural)
     some("gamma", "discount", type=unit)
     some("actor_learning_rate", "of Adam, 1e-4..1e-2", type=unit)
@@ -935,6 +945,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Flags, completed and checked: exit 2 with the flag's name where one can't work."""
+    # differs: other flags
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.resume and args.infer:
@@ -989,6 +1000,7 @@ def returns_line(result: dict, args: argparse.Namespace) -> str:
 
 def summary(results: list[dict], args: argparse.Namespace) -> str:
     """The last lines of a run; of --adv_estimator all, a table before them."""
+    # differs: another goal, and a table of all estimators
     result, lines, run_dir = results[-1], [], Path(results[-1]["run_dir"])
     if args.adv_estimator == "all":
         line, run_dir = "{:<13}{:<36}{:>10}{:>9}{:>8}{:>9}{:>7}", run_dir.parent
@@ -1015,6 +1027,7 @@ def summary(results: list[dict], args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    # differs: one run or one of each
     args = parse_args(argv)
     try:
         if args.infer:

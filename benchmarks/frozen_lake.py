@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import re
 import shlex
 import statistics
 import sys
@@ -23,18 +20,15 @@ import time
 import zlib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import gymnasium as gym  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from common import Benchmark, groups, spread, table  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import frozen_lake_ppo_grpo as fl  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "frozen_lake.json"
-PAGES = [ROOT / name for name in ("docs/frozen_lake.md", "README.md", "docs/README.zh-CN.md")]
 
 # the documented lines; the estimator and the seed come on top
 PLAIN = ""
@@ -296,25 +290,6 @@ PARTS = {
 # ---- tables: medians, with (lowest-highest) of the seeds -----------------------------------------
 
 
-def spread(rows: list[dict], name: str, digits: int = 3, scale: float = 1.0) -> str:
-    values = [row[name] * scale for row in rows]
-    middle, low, high = statistics.median(values), min(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def groups(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
-    """Rows by the values of these fields, in the order in which they come."""
-    found: dict[tuple, list[dict]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    return found
-
-
 def table_runs(rows: list[dict]) -> str:
     header = ["4x4", "estimator", "sampled", "greedy", "optimum", "best of the two / optimum"]
     header += ["updates", "environment steps, million", "training, s"]
@@ -453,47 +428,7 @@ TABLES = {
 }
 
 
-def render(page: str, results: dict) -> str:
-    """The page with every table between its marks made from the results."""
-    for name, (parts, make) in TABLES.items():
-        if all(part in results for part in parts):
-            text = make([row for part in parts for row in results[part]])
-            marks = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
-            page = re.sub(marks, lambda m, t=text: m[1] + t + "\n" + m[2], page, flags=re.DOTALL)
-    return page
-
-
-def write_tables(results: dict) -> None:
-    for page in PAGES:
-        page.write_text(render(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
-    parser.add_argument("--tables", action="store_true", help="only write the tables of docs anew")
-    args = parser.parse_args()
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    for part in [] if args.tables else args.parts or PARTS:
-        start = time.perf_counter()
-        rows = PARTS[part]()
-        if RESULTS.exists():  # another part may have ended meanwhile
-            results = json.loads(RESULTS.read_text(encoding="utf-8"))
-        results[part] = rows
-        results.setdefault("machine", {})[part] = {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "gymnasium": gym.__version__,
-            "minutes": (time.perf_counter() - start) / 60,
-        }
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        write_tables(results)
-    write_tables(results)
-
+BENCHMARK = Benchmark("frozen_lake", PARTS, TABLES, ["frozen_lake.md"])
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main(__doc__)

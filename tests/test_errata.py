@@ -1,5 +1,6 @@
 """docs/errata.md, shown: the faulty form runs beside ours. A test's name carries the number."""
 
+import itertools
 import random
 
 import gymnasium as gym
@@ -9,6 +10,7 @@ import torch
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from torch import nn
 
+import cartpole_pg_family as cp
 import frozen_lake_ppo_grpo as fl
 
 CPU = torch.device("cpu")
@@ -148,3 +150,114 @@ def test_erratum_6_flags_reach_where_they_act(estimator, tmp_path):
     assert saved["last"]["counters"][0] == 5
     assert fl.Trainer(args).eval_lakes.prob.shape[-1] == 3  # three outcomes on slippery ice
     assert saved["last"]["config"]["entropy_coef"] == args.entropy_coef == 0.0  # one default each
+
+
+def test_erratum_11_with_gamma_09_the_return_cannot_tell_50_steps_from_200():
+    rewards = torch.zeros(2, 200, dtype=torch.float64)
+    rewards[0, :50], rewards[1] = 1, 1
+    short, long = cp.compute_vanilla(rewards, 0.9)[:, 0].tolist()
+    assert long / short - 1 == pytest.approx(0.005, abs=5e-4)
+    short, long = cp.compute_vanilla(rewards, cp.parse_args(["--adv_estimator=vanilla"]).gamma)[
+        :, 0
+    ].tolist()
+    assert (short, long) == (50, 200)
+
+
+def two_step_gradient(phi, logits=(0.3, 0.5), episodes=1):
+    """Exact E[sum_t grad log pi(a_t) Phi_t] / episodes over all outcomes of two-step episodes.
+
+    Action 1 has probability sigmoid(logit) and is rewarded by 1 in step one, by -1.5 in step two.
+    """
+    theta = torch.tensor(logits, dtype=torch.float64)
+    up = theta.sigmoid()
+    total = torch.zeros(2, dtype=torch.float64)
+    for choice in itertools.product([0.0, 1.0], repeat=2 * episodes):
+        actions = torch.tensor(choice, dtype=torch.float64).view(episodes, 2)
+        chance = torch.where(actions == 1, up, 1 - up).prod()
+        rewards = actions * torch.tensor([1.0, -1.5], dtype=torch.float64)
+        total += chance * ((actions - up) * phi(rewards)).sum(dim=0)  # grad log pi = a - sigmoid
+    return total / episodes
+
+
+def test_erratum_12_the_trajectory_mean_is_a_biased_baseline():
+    def with_baseline(kind):
+        def phi(rewards):
+            returns = cp.compute_reinforce(rewards, 1.0)
+            value = torch.tensor([[7.0, -3.0]], dtype=torch.float64)  # any function of the state
+            mask = torch.ones_like(rewards, dtype=torch.bool)
+            return cp.compute_baseline(returns, value.expand_as(returns), mask, kind)
+
+        return phi
+
+    theta = torch.tensor([0.3, 0.5], dtype=torch.float64, requires_grad=True)
+    (theta.sigmoid() * torch.tensor([1.0, -1.5])).sum().backward()  # J, exactly
+    assert theta.grad.tolist() == pytest.approx([0.2445, -0.3525], abs=1e-4)
+    for unbiased in (lambda r: cp.compute_reinforce(r, 1.0), with_baseline("value")):
+        torch.testing.assert_close(two_step_gradient(unbiased), theta.grad)
+    biased = two_step_gradient(with_baseline("trajectory_mean"))
+    assert biased.tolist() == pytest.approx([0.1222, 0.0], abs=1e-4)
+    # the mean over the batch at each t: each of n episodes is in its own mean, (n - 1) / n is left
+    for n in (2, 3):
+        found = two_step_gradient(with_baseline("batch_time_mean"), episodes=n)
+        torch.testing.assert_close(found, theta.grad * (n - 1) / n)
+
+    # a perfect episode: the notes' baseline punishes its last step
+    returns = cp.compute_reinforce(torch.ones(1, 200, dtype=torch.float64), 0.9)
+    mask = torch.ones_like(returns, dtype=torch.bool)
+    last = cp.compute_baseline(returns, returns, mask, "trajectory_mean")[0, -1]
+    assert last.item() == pytest.approx(-8.55, abs=0.01)
+
+
+def test_erratum_13_v_is_not_the_baseline_of_least_variance():
+    p, q = torch.tensor([0.9, 0.1]), torch.tensor([1.0, 0.0])
+    score = torch.eye(2) - p  # (a, logit): grad log pi(a)
+
+    def variance(baseline):
+        mask = torch.ones(2, 1, dtype=torch.bool)
+        b = torch.full((2, 1), baseline)
+        phi = cp.compute_baseline(q[:, None], b, mask, "value")  # (a, 1)
+        mean = (p[:, None] * score * phi).sum(dim=0)
+        assert mean.tolist() == pytest.approx([0.09, -0.09])  # no baseline moves the mean
+        return (p[:, None] * (score * phi - mean).square()).sum().item()
+
+    square = score.square().sum(dim=1)
+    best = ((p * square * q).sum() / (p * square).sum()).item()
+    assert best == pytest.approx(0.1)
+    value = (p * q).sum().item()
+    assert variance(value) == pytest.approx(0.1152, abs=1e-4)
+    assert variance(0.0) == pytest.approx(0.0018, abs=1e-4)
+    assert variance(best) == pytest.approx(0, abs=1e-7)
+
+
+def test_erratum_14_gae_needs_the_end_of_an_episode():
+    rewards, values = torch.ones(1, 2), torch.full((1, 2), 5.0)
+    next_values = torch.full((1, 2), 5.0)
+    never, fell = torch.zeros(1, 2, dtype=torch.bool), torch.tensor([[False, True]])
+    faulty = rewards + 0.9 * next_values - values  # the snippet: no (1 - done)
+    assert faulty[0, 1].item() == pytest.approx(0.5)
+    ours = cp.compute_gae(rewards, values, next_values, fell, never, 0.9, 0.95)
+    assert ours[0, 1].item() == pytest.approx(-4)
+
+
+def test_erratum_14_the_time_limit_is_not_done():
+    """Step 500, V = 10 everywhere: the notes' PPO teaches the critic 1; it is 1 + 0.9 * 10."""
+    args = cp.parse_args(["--gamma", "0.9"])
+    shape = torch.zeros(1, 1, dtype=torch.bool)
+    batch = cp.Batch(
+        torch.zeros(1, 2, 4), torch.zeros(1, 1).long(), torch.zeros(1, 1), torch.ones(1, 1),
+        terminated=shape, truncated=~shape, mask=~shape,
+    )  # fmt: skip
+    _, returns = cp.prepare_inputs(args, batch, torch.full((1, 2), 10.0))
+    assert returns.item() == pytest.approx(10)
+    batch.terminated, batch.truncated = batch.truncated, batch.terminated
+    _, returns = cp.prepare_inputs(args, batch, torch.full((1, 2), 10.0))
+    assert returns.item() == pytest.approx(1)
+
+
+def test_erratum_14_a_column_against_a_row_is_refused():
+    ratio, advantages = torch.ones(3), torch.ones(3, 1)
+    assert (ratio * advantages).shape == (3, 3)  # the classic silent fault
+    with pytest.raises(AssertionError):
+        cp.clipped_surrogate(ratio, advantages, 0.2, 0.2)
+    with pytest.raises(AssertionError):
+        cp.value_loss(ratio, advantages)
