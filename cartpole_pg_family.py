@@ -282,10 +282,10 @@ class Batch:
 
 @torch.no_grad()
 def sample_batch(trainer: Trainer) -> Batch:
-    """The next num_steps steps of each environment, or (num_steps 0) a whole episode of each."""
+    """The next num_steps steps of each environment, or (num_steps 0, None) an episode of each."""
     # differs: real environments step here, not a table
     args, device, step = trainer.args, trainer.device, trainer.envs.step
-    whole = args.num_steps == 0
+    whole = not args.num_steps
     if whole:
         trainer.start_episodes()
     rows = []
@@ -507,7 +507,8 @@ class Trainer:
             self.extra["group/reward_std"] = scores.std(dim=1).mean()
         if values is not None:
             explained = explained_variance(values[:, :-1][batch.mask], returns[batch.mask])
-            self.extra["losses/explained_variance"] = explained
+            # all returns equal (one row has no variance): nothing to explain, 0
+            self.extra["losses/explained_variance"] = explained.nan_to_num(0, 0, 0)
         check_finite(advantages=advantages)
         update_model(self, batch, advantages, returns)
         self.env_steps += int(batch.mask.sum())
@@ -639,7 +640,7 @@ def train(args: argparse.Namespace, parent: Path | None = None) -> dict:
 
     main_thread = threading.current_thread() is threading.main_thread()  # else no signal comes
     previous = signal.signal(signal.SIGINT, on_interrupt) if main_thread else None
-    done = solved = False
+    done = False
     try:
         result = evaluate(trainer.actor, trainer.eval_envs, trainer.device)
         if not args.resume:
@@ -657,8 +658,7 @@ def train(args: argparse.Namespace, parent: Path | None = None) -> dict:
             done = step >= args.max_steps
             if evaluates or done:
                 metrics = result = evaluate(trainer.actor, trainer.eval_envs, trainer.device)
-                solved = min(result.values()) >= args.target_return > 0
-                done |= solved
+                done |= min(result.values()) >= args.target_return > 0
             if logs or metrics:
                 metrics = trainer.row() | metrics
                 log(metrics)
@@ -667,8 +667,8 @@ def train(args: argparse.Namespace, parent: Path | None = None) -> dict:
             bar.update(step - before)
             if saves:
                 trainer.save_model(folder / f"checkpoint-{step:06d}.pt")
-            if saves or done or stop:
                 trainer.save_model(folder / "checkpoint-last.pt")
+        trainer.save_model(folder / "checkpoint-last.pt")
         if done:
             flags = {k: v for k, v in vars(args).items() if v is not None}
             scores = {name.replace("eval", "hparam"): value for name, value in result.items()}
@@ -687,7 +687,7 @@ def train(args: argparse.Namespace, parent: Path | None = None) -> dict:
         writer.close()
     return {name[5:]: float(value) for name, value in result.items()} | {
         "adv_estimator": args.adv_estimator,
-        "solved": solved,
+        "solved": min(result.values()) >= threshold(args),
         "env_steps": trainer.env_steps,
         "updates": trainer.updates,
         "train_seconds": trainer.train_seconds,
@@ -728,7 +728,7 @@ def play(actor: nn.Module, args: argparse.Namespace, render_mode: str) -> tuple:
     frames, total, done = [], 0.0, False
     while not done:
         if total % 4 == 0 and render_mode == "rgb_array":
-            frames.append(np.asarray(env.render())[::2, ::2])
+            frames.append(np.asarray(env.render())[1::2, ::2])  # odd rows: one is the track
         with torch.no_grad():
             logits = actor(torch.as_tensor(observation, device=device)[None])  # (1, 2)
         action = logits.argmax() if args.greedy else draw(logits, generator)
@@ -788,16 +788,16 @@ PHI = {
 }
 CLIPPED = ("ppo", "grpo")
 
-# The flags that differ by estimator, with their defaults there. num_steps 0: whole episodes
+# The flags that differ by estimator, with their defaults there
 ALL = {"num_envs": 32, "entropy_coef": 0.0, "normalize_advantages": "none"}
-EPISODES = ALL | {"num_steps": 0, "gamma": 1.0, "actor_learning_rate": 1e-2}
+EPISODES = ALL | {"gamma": 1.0, "actor_learning_rate": 1e-2}
 CRITIC = {"gamma": 0.99, "critic_learning_rate": 3e-3}
 STEPS = ALL | CRITIC | {"num_steps": 8, "actor_learning_rate": 3e-3}
-ONLINE = {"num_steps": 1, "actor_learning_rate": 5e-4, "critic_learning_rate": 5e-4}
+ONLINE = {"num_steps": 1, "gamma": 0.98, "actor_learning_rate": 5e-4, "critic_learning_rate": 5e-4}
 CLIP = {"clip_epsilon": 0.2, "update_epochs": 3, "minibatch_size": 0, "target_kl": 0.0}
 PPO = {"lam": 0.95, "num_steps": 32, "minibatch_size": 128, "normalize_advantages": "batch"}
 SETTINGS: dict[str, dict] = {
-    "vanilla": EPISODES | {"num_envs": 128},
+    "vanilla": EPISODES | {"num_envs": 128, "actor_learning_rate": 3e-3},
     "reinforce": EPISODES,
     "baseline": EPISODES | CRITIC | {"baseline": "value", "critic_learning_rate": 1e-2},
     "actor_critic": STEPS | ONLINE,
@@ -873,8 +873,8 @@ def build_parser() -> argparse.ArgumentParser:
          help="CPU threads; small networks gain nothing from more; 0: torch decides")
     flag("--run_name", "--version", help="name of the run; None: estimator, environment and seed")
     flag("--output_dir", default="runs", help=f"a run goes to OUTPUT_DIR/{SCRIPT}/RUN_NAME")
-    flag("--max_steps", type=positive, default=2_000_000,
-         help="environment steps at most, 50000..2000000; see --target_return")
+    flag("--max_steps", type=positive, default=5_000_000,
+         help="environment steps at most, 50000..5000000; see --target_return")
     flag("--save_steps", type=natural, default=100_000,
          help="environment steps per checkpoint; 0: only the last")
     flag("--eval_every", type=natural, default=5000,
@@ -897,7 +897,7 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--adv_estimator", choices=[*PHI, "all"], default="ppo",
          help="Phi_t; all: one after the other, and a table")
     some("num_envs", "N, environments side by side", type=positive)
-    some("num_steps", "steps of each environment between updates; 0: its episode", type=natural)
+    some("num_steps", "steps of each environment between updates; 0: an episode", type=natural)
     some("gamma", "discount", type=unit)
     some("actor_learning_rate", "of Adam, 1e-4..1e-2", type=unit)
     some("critic_learning_rate", "of Adam, 1e-4..1e-2", type=unit)
@@ -938,6 +938,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         args.num_steps = max(settings["num_steps"], n_steps)
     for name, value in settings.items():
         setattr(args, name, getattr(args, name, value))
+    if not has_critic(args):
+        args.critic_learning_rate = None
     if args.target_return is None:
         args.target_return = threshold(args)
     return args
@@ -979,12 +981,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --{name}: only for {', '.join(members)}")
     for name in PHI if every else [args.adv_estimator]:
         one = complete(argparse.Namespace(**vars(args) | {"adv_estimator": name}))
+        if getattr(args, "critic_learning_rate", None) and not every and not has_critic(one):
+            parser.error(f"argument --critic_learning_rate: no critic with {one.baseline}")
         size = one.group_size
         if size and one.num_envs % size:
             sizes = [str(n) for n in range(2, one.num_envs + 1) if one.num_envs % n == 0]
             good = ", ".join(sizes) or "no size does; give more --num_envs"
             parser.error(f"argument --group_size: {size} does not divide --num_envs ({good})")
-        if one.n_steps and one.n_steps > one.num_steps:
+        if one.n_steps and 0 < one.num_steps < one.n_steps:
             text = f"{one.n_steps} rewards do not fit into --num_steps {one.num_steps}"
             parser.error(f"argument --n_steps: {text}")
     return args if every else one
@@ -1012,10 +1016,9 @@ def summary(results: list[dict], args: argparse.Namespace) -> str:
             lines.append(line.format(r["adv_estimator"], PHI[r["adv_estimator"]], steps, *numbers))
         lines.append("steps, seconds: to solve; AUC: mean sampled return over the first 100,000")
     else:
-        solved = min(result["greedy"], result["sampled"]) >= threshold(args)
         lines += [
             returns_line(result, args),
-            f"{'solved' if solved else 'not solved'} after {result['env_steps']:,} environment "
+            f"{'solved' if result['solved'] else 'not solved'} after {result['env_steps']:,} environment "
             f"steps, {result['updates']:,} updates: {result['train_seconds']:.1f} s of training, "
             f"{result['seconds']:.1f} s in all",
         ]

@@ -62,6 +62,22 @@ def test_script_anatomy(path):
     assert imports - set(sys.stdlib_module_names) <= allowed
 
 
+def test_each_phi_is_at_most_15_lines_with_its_equation():
+    """cartpole_pg_family.py: the weights in the order of the notes, each a readable step."""
+    source = (ROOT / "cartpole_pg_family.py").read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("compute_"):
+            first, last = node.body[0].end_lineno, node.end_lineno
+            body = [line.strip() for line in source.splitlines()[first:last]]
+            assert any(re.match(r"# .* = ", line) for line in body), node.name
+            found[node.name] = len([line for line in body if line and line[0] != "#"])
+    names = ("vanilla", "reinforce", "baseline", "td", "nstep", "gae", "grpo")
+    assert list(found) == [f"compute_{name}" for name in names]
+    assert max(found.values()) <= 15, found
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
 def test_import_runs_nothing_and_loads_nothing_heavy(path):
     code = f"import sys, {path.stem}; print([m for m in ('tensorboard', 'pygame', 'PIL', "
