@@ -687,7 +687,7 @@ def train(args: argparse.Namespace, parent: Path | None = None) -> dict:
         writer.close()
     return {name[5:]: float(value) for name, value in result.items()} | {
         "adv_estimator": args.adv_estimator,
-        "solved": min(result.values()) >= threshold(args),
+        "solved": bool(min(result.values()) >= threshold(args)),
         "env_steps": trainer.env_steps,
         "updates": trainer.updates,
         "train_seconds": trainer.train_seconds,
@@ -1018,9 +1018,9 @@ def summary(results: list[dict], args: argparse.Namespace) -> str:
     else:
         lines += [
             returns_line(result, args),
-            f"{'solved' if result['solved'] else 'not solved'} after {result['env_steps']:,} environment "
-            f"steps, {result['updates']:,} updates: {result['train_seconds']:.1f} s of training, "
-            f"{result['seconds']:.1f} s in all",
+            f"{'solved' if result['solved'] else 'not solved'} after {result['env_steps']:,} "
+            f"environment steps, {result['updates']:,} updates: {result['train_seconds']:.1f} s of "
+            f"training, {result['seconds']:.1f} s in all",
         ]
     where = run_dir if args.adv_estimator == "all" else run_dir.parent.parent
     lines.append(f"logs: {run_dir}    watch: tensorboard --logdir {where}")
