@@ -389,11 +389,13 @@ def update_model(
                 loss = loss + metrics["losses/value_loss"]
             trainer.optimizer.zero_grad()
             loss.backward()
-            for group in trainer.optimizer.param_groups:  # actor, critic: each has its own norm
-                grad_norm = nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
-                metrics.setdefault("losses/grad_norm", grad_norm)
-                check_finite(loss=loss, gradient=grad_norm)
+            norms = [  # actor, critic: each has its own
+                nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+                for group in trainer.optimizer.param_groups
+            ]
+            check_finite(loss=loss, gradient=torch.stack(norms))
             trainer.optimizer.step()
+            metrics["losses/grad_norm"] = norms[0]
             trainer.record(metrics)
         if args.target_kl and torch.stack(divergence).mean() > args.target_kl:
             break
@@ -454,11 +456,8 @@ class Trainer:
         self.observation, _ = self.envs.reset(seed=args.seed)  # (N, 4)
         self.ended = np.zeros(args.num_envs, dtype=bool)  # its last step was an episode's last
         self.running = np.zeros(args.num_envs)  # return of the episode so far
-        # since the last logged row: returns of episodes; sums of the losses, and of how many
-        self.finished: list[float] = []
-        self.names: list[str] = []
-        self.sums, self.terms = torch.zeros(()), 0
-        self.extra: dict[str, Tensor] = {}  # metrics of the batch, not of a gradient step
+        self.finished: list[float] = []  # returns of episodes since the last logged row
+        self.sums: dict[str, tuple[float, int]] = {}  # of metrics since then, and of how many
         self.eval_envs = make_envs(args.env_id, 2 * args.eval_episodes)
         self.actor = mlp(args.hidden_size, 2, gain=0.01).to(self.device)
         self.parts: dict = {"actor": self.actor}
@@ -483,11 +482,12 @@ class Trainer:
             self.finished += self.running[done].tolist()
             self.running[done] = 0
 
-    def record(self, metrics: dict[str, Tensor]) -> None:
-        """Add the metrics of a gradient step to the sums of the row to be logged next."""
-        metrics = metrics | self.extra
-        self.names, row = list(metrics), torch.stack(list(metrics.values())).detach()
-        self.sums, self.terms = self.sums + row.cpu().double(), self.terms + 1
+    def record(self, metrics: dict) -> None:
+        """Add metrics to the sums of the row to be logged next."""
+        for name, value in metrics.items():
+            total, number = self.sums.get(name, (0.0, 0))
+            value = value.item() if isinstance(value, Tensor) else value
+            self.sums[name] = total + value, number + 1
 
     def update(self) -> None:
         """Steps of the environments, Phi_t, gradient steps."""
@@ -503,12 +503,12 @@ class Trainer:
         advantages, returns = prepare_inputs(args, batch, values)
         if args.adv_estimator == "grpo":
             scores = discounted_return(batch.rewards, args.gamma).view(-1, args.group_size)
-            self.extra["group/zero_std_frac"] = flat_groups(scores).float().mean()
-            self.extra["group/reward_std"] = scores.std(dim=1).mean()
+            flat, std = flat_groups(scores).float().mean(), scores.std(dim=1).mean()
+            self.record({"group/zero_std_frac": flat, "group/reward_std": std})
         if values is not None:
             explained = explained_variance(values[:, :-1][batch.mask], returns[batch.mask])
             # all returns equal (one row has no variance): nothing to explain, 0
-            self.extra["losses/explained_variance"] = explained.nan_to_num(0, 0, 0)
+            self.record({"losses/explained_variance": explained.nan_to_num(0, 0, 0)})
         check_finite(advantages=advantages)
         update_model(self, batch, advantages, returns)
         self.env_steps += int(batch.mask.sum())
@@ -516,8 +516,7 @@ class Trainer:
 
     def row(self) -> dict[str, float]:
         """Metrics by TensorBoard tag since the last call."""
-        means = (self.sums / self.terms).tolist()
-        metrics = dict(zip(self.names, means, strict=True)) | {
+        metrics = {name: total / number for name, (total, number) in self.sums.items()} | {
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
             "charts/updates": self.updates,
             "charts/train_seconds": self.train_seconds,
@@ -528,7 +527,7 @@ class Trainer:
             metrics |= {f"score/{k}": getattr(score, k)() for k in ("mean", "max", "min")}
             metrics["charts/episodic_return"] = score.mean()
             metrics["charts/episodic_length"] = score.mean()  # CartPole: 1 a step
-        self.finished, self.sums, self.terms = [], torch.zeros(()), 0
+        self.finished, self.sums = [], {}
         return metrics
 
     def save_model(self, path: Path) -> None:
@@ -539,7 +538,7 @@ class Trainer:
             "script": SCRIPT,
             "config": vars(self.args),
             "counters": (self.env_steps, self.updates, self.train_seconds),
-            "pending": (self.finished, self.names, self.sums, self.terms),
+            "pending": (self.finished, self.sums),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "envs": [torch.as_tensor(x) for x in arrays],
             "rng": envs.np_random.bit_generator.state,
@@ -559,7 +558,7 @@ class Trainer:
         for name, part in self.parts.items():
             part.load_state_dict(checkpoint["parts"][name])
         self.env_steps, self.updates, self.train_seconds = checkpoint["counters"]
-        self.finished, self.names, self.sums, self.terms = checkpoint["pending"]
+        self.finished, self.sums = checkpoint["pending"]
         arrays = (x.numpy() for x in checkpoint["envs"])
         envs.state, envs.steps, envs.prev_done, self.observation, self.ended, self.running = arrays
         envs.np_random.bit_generator.state = checkpoint["rng"]

@@ -1,4 +1,4 @@
-"""Every number of docs/cartpole_pg_family.md, measured again.
+"""Every number of docs/cartpole_pg_family.md and docs/cartpole_grpo.md, measured again.
 
 Run:  python benchmarks/cartpole.py             all parts, about 25 minutes on one CPU core
       python benchmarks/cartpole.py solve       only these; the other parts' results stay
@@ -25,11 +25,13 @@ from common import ROOT, Benchmark, groups, spread, table  # noqa: E402
 from torch import nn  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+import cartpole_grpo as cg  # noqa: E402
 import cartpole_pg_family as cp  # noqa: E402
 
 SEEDS = range(300, 310)  # the default flags were chosen on others, see the page
 FRESH = cp.UNSEEN + 1  # starts on which no run was stopped
-EVERY = 5000  # environment steps between two evaluations
+EVERY = 5000  # environment steps between two evaluations of the family (its default) and SB3
+BRANCH_SEEDS = range(300, 320)
 
 BASELINES = ("trajectory_mean", "batch_time_mean")
 LINES = {name: f"--adv_estimator {name}" for name in cp.PHI}
@@ -52,31 +54,31 @@ def fresh_returns(policy, env_id: str) -> dict:
     return {f"fresh_{name[5:]}": float(value) for name, value in found.items()}
 
 
-def train(line: str, flags: str, seed: int) -> dict:
+def train(line: str, flags: str, seed: int, script=cp) -> dict:
     """One run. CPU and wall seconds of sampling and updating, without evaluation and logging."""
-    seconds, plain = {"cpu": 0.0}, cp.Trainer.update
+    seconds, plain = {"cpu": 0.0}, script.Trainer.update
 
-    def timed(self: cp.Trainer) -> None:
+    def timed(self) -> None:
         start = time.process_time()
         plain(self)
         seconds["cpu"] += time.process_time() - start
 
     with tempfile.TemporaryDirectory() as folder:
-        common = f"--seed {seed} --eval_every {EVERY} --output_dir {folder} --quiet --threads 1"
-        args = cp.parse_args([*shlex.split(flags), *shlex.split(common)])
-        cp.Trainer.update = timed
+        common = f"--seed {seed} --output_dir {folder} --quiet --threads 1"
+        args = script.parse_args([*shlex.split(flags), *shlex.split(common)])
+        script.Trainer.update = timed
         try:
-            result = cp.train(args)
+            result = script.train(args)
         finally:
-            cp.Trainer.update = plain
-        checkpoint = cp.load_checkpoint(str(Path(result["run_dir"], "checkpoint-last.pt")))
-    actor = cp.mlp(args.hidden_size, 2, 0.01)
+            script.Trainer.update = plain
+        checkpoint = script.load_checkpoint(str(Path(result["run_dir"], "checkpoint-last.pt")))
+    actor = script.mlp(args.hidden_size, 2, 0.01)
     actor.load_state_dict(checkpoint["parts"]["actor"])
-    names = ("solved", "greedy", "sampled", "env_steps", "updates", "auc")
+    names = ("solved", "greedy", "sampled", "env_steps", "updates", "auc", "flat", "horizon")
     return {
         "line": line,
         "seed": seed,
-        **{name: result[name] for name in names},
+        **{name: result[name] for name in names if name in result},
         "cpu_seconds": seconds["cpu"],
         "wall_seconds": result["train_seconds"],
         **fresh_returns(actor, args.env_id),
@@ -140,11 +142,11 @@ def train_sb3(seed: int) -> dict:
     }
 
 
-def grid(lines: dict[str, str], seeds=SEEDS) -> list[dict]:
+def grid(lines: dict[str, str], seeds=SEEDS, script=cp) -> list[dict]:
     """All runs of these lines x seeds."""
     jobs = [(name, seed) for name in lines for seed in seeds]
     bar = tqdm(jobs, desc="runs", dynamic_ncols=True)
-    return [train(name, lines[name], seed) for name, seed in bar]
+    return [train(name, lines[name], seed, script) for name, seed in bar]
 
 
 def part_solve() -> list[dict]:
@@ -187,6 +189,42 @@ def part_passes() -> list[dict]:
 
 def part_notes() -> list[dict]:
     return grid({k: f"{v} --target_return 0" for k, v in NOTES.items()}, SEEDS[:5])
+
+
+def part_branch() -> list[dict]:
+    """cartpole_grpo.py beside the family's PPO and GRPO and SB3's PPO, seed by seed in turn."""
+    rows = []
+    for seed in tqdm(BRANCH_SEEDS, desc="seeds", dynamic_ncols=True):
+        rows.append(train("cartpole_grpo.py", "", seed, cg))
+        rows += [train(name, LINES[name], seed) for name in ("ppo", "grpo")]
+        rows.append(train_sb3(seed))
+    order = ["cartpole_grpo.py", "ppo", "grpo", "SB3 PPO"]
+    return sorted(rows, key=lambda row: order.index(row["line"]))
+
+
+def part_horizons() -> list[dict]:
+    lines = {f"{h}, survival": f"--horizon {h}" for h in (1, 2, 5, 10, 20, 40)}
+    lines |= {"grows, survival": ""}
+    lines |= {f"{h}, shaped": f"--horizon {h} --reward shaped" for h in (1, 2, 5, 10, 20, 40)}
+    return grid({k: f"{v} --max_steps 3000000" for k, v in lines.items()}, SEEDS[:5], cg)
+
+
+def part_cures() -> list[dict]:
+    lines = {"grows (default)": "", "20 steps": "--horizon 20"}
+    lines |= {"20 steps, shaped reward": "--horizon 20 --reward shaped"}
+    lines |= {"20 steps, random visits": "--horizon 20 --random_visits 0.3"}
+    lines |= {"grows, random visits": "--random_visits 0.3"}
+    return grid({k: f"{v} --max_steps 3000000" for k, v in lines.items()}, SEEDS[:5], cg)
+
+
+def part_group() -> list[dict]:
+    """512 branches an update, in groups of another size, or not compared at all."""
+    lines = {}
+    for estimator in ("grpo", "rloo", "none"):
+        for size in (2, 4, 8, 16, 32):
+            flags = f"--group_size {size} --num_states {512 // size} --visit_steps {size}"
+            lines[f"{estimator}, {size}"] = f"--adv_estimator {estimator} {flags}"
+    return grid({k: f"{v} --max_steps 3000000" for k, v in lines.items()}, SEEDS[:5], cg)
 
 
 def bare_seconds(trainer: cp.Trainer, updates: int) -> float:
@@ -261,6 +299,10 @@ PARTS = {
     "nsteps": part_nsteps,
     "passes": part_passes,
     "notes": part_notes,
+    "branch": part_branch,
+    "horizons": part_horizons,
+    "cures": part_cures,
+    "group": part_group,
     "overhead": part_overhead,
     "startup": part_startup,
 }
@@ -309,6 +351,22 @@ def table_lines(head: str):
     return make
 
 
+def table_flat(head: str):
+    def make(rows: list[dict]) -> str:
+        header = [head, "solved", "environment steps, thousand", "flat", "last horizon"]
+        header += ["greedy", "sampled"]
+        body = [
+            [line, f"{sum(row['solved'] for row in some)} of {len(some)}"]
+            + [spread(some, "env_steps", 0, 1e-3), spread(some, "flat", 2)]
+            + [spread(some, "horizon", 0)]
+            + [spread(some, f"fresh_{k}", 0) for k in ("greedy", "sampled")]
+            for (line,), some in groups(rows, "line").items()
+        ]
+        return table(header, body)
+
+    return make
+
+
 def table_notes(rows: list[dict]) -> str:
     body = [
         [line, spread(some, "env_steps", 0, 1e-3)]
@@ -344,10 +402,14 @@ TABLES = {
     "nsteps": (["nsteps"], table_lines("n")),
     "passes": (["passes"], table_lines("passes")),
     "notes": (["notes"], table_notes),
+    "branch": (["branch"], table_overview),
+    "horizons": (["horizons"], table_flat("horizon, reward")),
+    "cures": (["cures"], table_flat("horizon")),
+    "group": (["group"], table_flat("estimator, group")),
     "overhead": (["overhead"], table_overhead),
     "startup": (["startup"], table_startup),
 }
-BENCHMARK = Benchmark("cartpole", PARTS, TABLES, ["cartpole_pg_family.md"])
+BENCHMARK = Benchmark("cartpole", PARTS, TABLES, ["cartpole_pg_family.md", "cartpole_grpo.md"])
 
 if __name__ == "__main__":
     BENCHMARK.main(__doc__)

@@ -333,12 +333,14 @@ def test_the_ratio_is_one_in_the_first_pass_only(estimator):
     rate = ["--actor_learning_rate", "1e-2"]
     once = make_trainer(estimator, *rate, "--update_epochs", "1", "--minibatch_size", "0")
     once.update()
-    row = dict(zip(once.names, once.sums.tolist(), strict=True))
+    once.train_seconds = more_seconds = 1.0
+    row = once.row()
     assert row["losses/clipfrac"] == 0
     assert row["losses/approx_kl"] == pytest.approx(0, abs=1e-7)
     more = make_trainer(estimator, *rate, "--update_epochs", "8", "--minibatch_size", "0")
     more.update()
-    row = dict(zip(more.names, more.sums.tolist(), strict=True))
+    more.train_seconds = more_seconds
+    row = more.row()
     assert row["losses/clipfrac"] > 0 and row["losses/approx_kl"] > 1e-3
 
 
@@ -460,8 +462,8 @@ def test_update_in_loops_where_the_clip_acts(estimator, flags, clip_norm):
     expected = transcription(trainer, batch, advantages, returns)
     close(weights(ours), weights(trainer), 2e-7)
     assert (weights(ours) - before).abs().max() > 1e-3
-    assert expected.pop("steps") == len(taken) == ours.terms
-    row = {n[7:]: v for n, v in zip(ours.names, ours.sums.tolist(), strict=True)}
+    row = {name[7:]: total for name, (total, number) in ours.sums.items() if number == len(taken)}
+    assert expected.pop("steps") == len(taken) and len(row) == len(ours.sums)
     if estimator not in cp.CLIPPED:
         expected.pop("approx_kl"), expected.pop("clipfrac")
     else:
@@ -533,7 +535,7 @@ def test_each_network_has_its_own_rate_and_clip():
     trainer = make_trainer("gae", *flags, "--max_grad_norm", "0.001")
     before = [copy.deepcopy([*net.parameters()]) for net in (trainer.actor, trainer.critic)]
     trainer.update()
-    assert dict(zip(trainer.names, trainer.sums, strict=True))["losses/grad_norm"] > 0.002
+    assert trainer.sums["losses/grad_norm"][0] > 0.002
     pairs = zip((trainer.actor, trainer.critic), before, (0.004, 0.002), strict=True)
     for net, old, rate in pairs:
         norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm().item()
@@ -947,7 +949,7 @@ def test_interrupt_saves_and_resumes_exactly(tmp_path, monkeypatch, capsys):
     folder = tmp_path / cp.SCRIPT / "a"
     assert f"go on: python {cp.SCRIPT}.py --resume {folder}/check" in capsys.readouterr().out
     stopped = state(folder)
-    assert stopped["counters"][1] == 9 and stopped["pending"][3] == 9  # nothing is lost
+    assert stopped["counters"][1] == 9 and stopped["pending"][1]["losses/entropy"][1] == 9
     assert cp.main(["--resume", str(folder / "checkpoint-last.pt"), "--quiet"]) == 0
     assert cp.main(short("gae", tmp_path, "b", "--save_steps", "0")) == 0
     assert same(state(folder), state(tmp_path / cp.SCRIPT / "b"))
@@ -1098,22 +1100,19 @@ def test_run_folder_and_tags(estimator, tmp_path):
 def test_a_row_is_the_mean_since_the_last(estimator):
     trainer, seen, real = make_trainer(estimator, "--num_envs", "16"), [], cp.Trainer.record
     trainer.record = lambda m: (seen.append(m), real(trainer, m))
+    extra = {"grpo": "group/reward_std"}.get(estimator, "losses/explained_variance")
     trainer.train_seconds = 2.0
     for _ in range(2):  # the second row starts afresh
         seen.clear()
         episodes_before = trainer.finished
         assert episodes_before == []
-        extra = []
         for _ in range(4):
             trainer.update()
-            extra += [dict(trainer.extra)] * (len(seen) - len(extra))
         finished = list(trainer.finished)
         row = trainer.row()
-        for name in seen[0]:
-            mean = statistics.mean(m[name].item() for m in seen)
-            assert row[name] == pytest.approx(mean, rel=1e-6, abs=1e-9)
-        for name in extra[0]:
-            mean = statistics.mean(m[name].item() for m in extra)
+        assert len([m for m in seen if extra in m]) == 4  # one a batch, not a minibatch
+        for name in {name for m in seen for name in m}:
+            mean = statistics.mean(m[name].item() for m in seen if name in m)
             assert row[name] == pytest.approx(mean, rel=1e-6, abs=1e-9)
         assert row["charts/SPS"] == trainer.env_steps / 2.0
         assert row["charts/updates"] == trainer.updates
@@ -1133,7 +1132,7 @@ def test_statistics_of_groups_and_critic(monkeypatch):
     for row in batch.rewards.tolist():
         scores.append(sum(0.9**t * r for t, r in enumerate(row)))
     spreads = [statistics.stdev(scores[i : i + 4]) for i in (0, 4, 8)]
-    row = {n: v / trainer.terms for n, v in zip(trainer.names, trainer.sums.tolist(), strict=True)}
+    row = {name: total / number for name, (total, number) in trainer.sums.items()}
     assert row["group/reward_std"] == pytest.approx(statistics.mean(spreads), rel=1e-4)
     flat = (advantages.reshape(3, -1) == 0).all(dim=1).float().mean().item()
     assert row["group/zero_std_frac"] == pytest.approx(flat)
@@ -1143,7 +1142,7 @@ def test_statistics_of_groups_and_critic(monkeypatch):
     batch, _, returns = kept.pop()
     values = critic(batch.observations[:, :-1]).squeeze(2).detach()[batch.mask].numpy()
     target = returns[batch.mask].numpy()
-    row = dict(zip(trainer.names, trainer.sums.tolist(), strict=True))
+    row = {name: total / number for name, (total, number) in trainer.sums.items()}
     expected = 1 - np.var(target - values) / np.var(target)
     assert row["losses/explained_variance"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
@@ -1431,7 +1430,7 @@ def test_nothing_is_created_on_the_wrong_device():
         with torch.device("meta"):
             trainer.update()
             result = cp.evaluate(trainer.actor, trainer.eval_envs, trainer.device)
-        assert all(math.isfinite(v) for v in result.values()) and trainer.terms
+        assert all(math.isfinite(v) for v in result.values()) and trainer.sums
 
 
 @pytest.mark.cuda

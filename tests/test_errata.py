@@ -10,6 +10,7 @@ import torch
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from torch import nn
 
+import cartpole_grpo as cg
 import cartpole_pg_family as cp
 import frozen_lake_ppo_grpo as fl
 
@@ -150,6 +151,74 @@ def test_erratum_6_flags_reach_where_they_act(estimator, tmp_path):
     assert saved["last"]["counters"][0] == 5
     assert fl.Trainer(args).eval_lakes.prob.shape[-1] == 3  # three outcomes on slippery ice
     assert saved["last"]["config"]["entropy_coef"] == args.entropy_coef == 0.0  # one default each
+
+
+def test_erratum_7_the_std_of_one_member_is_nan(capsys):
+    assert torch.tensor([3.0]).std().isnan()  # the printed code normalises [[r]]
+    with pytest.raises(SystemExit) as stopped:
+        cg.parse_args(["--group_size", "1"])
+    assert stopped.value.code == 2 and "--group_size" in capsys.readouterr().err
+
+
+def test_erratum_8_one_reward_for_all_is_no_comparison():
+    rewards = torch.full((1, 8), 0.3)  # as printed: the executed action's, eight times
+    assert torch.equal(cg.compute_grpo(rewards), torch.zeros(1, 8))
+    # and at p = 1/2 nearly half of the credited actions are not the executed one
+    drawn = torch.randint(2, (100_000, 8), generator=torch.Generator().manual_seed(0))
+    assert (drawn != drawn[:, :1]).float().mean().item() == pytest.approx(7 / 16, abs=0.005)
+    # here every member of the group is executed: where it goes shows its own first action
+    trainer = cg.Trainer(cg.parse_args(["--horizon", "1", "--quiet"]))
+    cg.visit(trainer)
+    batch = cg.sample_batch(trainer)
+    speed = torch.as_tensor(np.asarray(trainer.branches.state)[1]).view_as(batch.actions)
+    pushed = speed > batch.observations[:, 1:2]
+    assert torch.equal(pushed[batch.mask], (batch.actions == 1)[batch.mask])
+
+
+def test_erratum_9_one_step_cannot_tell_the_actions_apart():
+    rng, count = np.random.default_rng(0), 500
+    envs = cg.make_envs("CartPole-v1", count)
+    envs.reset(seed=0)
+    state = rng.uniform(-1, 1, (4, count)) * np.array([[2.0], [1.0], [0.18], [1.0]])
+
+    def rewards(action, steps):
+        envs.state, envs.prev_done = state.copy(), np.zeros(count, dtype=bool)
+        for _ in range(steps):
+            envs.step(np.full(count, action))
+        x, _, theta, _ = np.asarray(envs.state)
+        return cg.shaped_reward(x, theta, envs.x_threshold, envs.theta_threshold_radians)
+
+    assert np.abs(rewards(0, 1) - rewards(1, 1)).max() == 0
+    envs.prev_done[:] = False
+    assert np.abs(rewards(0, 2) - rewards(1, 2)).mean() > 0.01
+    for reward in ("survival", "shaped"):
+        trainer = cg.Trainer(cg.parse_args(["--horizon", "1", "--reward", reward, "--quiet"]))
+        before = [p.clone() for p in trainer.actor.parameters()]
+        for _ in range(3):
+            trainer.update()
+        assert trainer.groups == trainer.flat > 0
+        assert all(map(torch.equal, before, trainer.actor.parameters()))
+
+
+def test_erratum_10_the_limit_is_kept():
+    env = gym.make("CartPole-v1").unwrapped  # as printed
+    state, _ = env.reset(seed=0)
+    weights = np.array([0.05, 0.1, 1.0, 0.5])  # a fair controller
+    for _ in range(600):
+        state, _, terminated, truncated, _ = env.step(int(state @ weights > 0))
+        assert not truncated and not terminated
+    trainer = cg.Trainer(cg.parse_args(["--horizon", "20", "--num_states", "2", "--quiet"]))
+    cg.visit(trainer)
+    trainer.envs.steps[:] = 495  # five steps are left, in the branches too
+    batch = cg.sample_batch(trainer)
+    assert batch.rewards.shape[2] == 5 and batch.rewards.sum(dim=2).max() == 5
+
+
+def test_erratum_10_equal_rewards_are_no_signal():
+    rewards = torch.full((1, 8), 0.7)
+    faulty = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+    assert faulty.min().item() == pytest.approx(0.81, abs=0.01)  # of rounding
+    assert torch.equal(cg.compute_grpo(rewards), torch.zeros(1, 8))
 
 
 def test_erratum_11_with_gamma_09_the_return_cannot_tell_50_steps_from_200():
