@@ -198,13 +198,13 @@ def sample_batch(trainer: Trainer) -> Batch:
     shape = args.num_states, args.group_size
     observation = branch(trainer.envs, envs, args.group_size)  # (S * G, 4)
     alive = (~trainer.ended).repeat(args.group_size)  # (S * G,)
-    first, rewards = None, []
-    for _ in range(trainer.horizon):
+    first = logp = torch.empty(0)
+    rewards = []
+    for step in range(trainer.horizon):
         logits = trainer.actor(torch.as_tensor(observation, device=device))  # (S * G, 2)
         action = draw(logits, trainer.generator)  # (S * G,)
-        if first is None:
-            logp = logits.log_softmax(dim=1).gather(1, action[:, None])  # (S * G, 1)
-            first = action.view(shape), logp.view(shape)
+        if step == 0:
+            first, logp = action, logits.log_softmax(dim=1).gather(1, action[:, None])
         observation, reward, terminated, truncated, _ = envs.step(action.cpu().numpy())
         if args.reward == "shaped":
             x, _, theta, _ = np.asarray(envs.state)
@@ -217,7 +217,8 @@ def sample_batch(trainer: Trainer) -> Batch:
     return Batch(
         torch.as_tensor(trainer.observation, device=device),
         torch.as_tensor(~trainer.ended, device=device),
-        *first,
+        first.view(shape),
+        logp.view(shape),  # (S * G, 1) -> (S, G)
         torch.as_tensor(np.stack(rewards, axis=1), device=device).view(*shape, len(rewards)),
     )
 

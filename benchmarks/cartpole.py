@@ -206,7 +206,7 @@ def part_horizons() -> list[dict]:
     lines = {f"{h}, survival": f"--horizon {h}" for h in (1, 2, 5, 10, 20, 40)}
     lines |= {"grows, survival": ""}
     lines |= {f"{h}, shaped": f"--horizon {h} --reward shaped" for h in (1, 2, 5, 10, 20, 40)}
-    return grid({k: f"{v} --max_steps 3000000" for k, v in lines.items()}, SEEDS[:5], cg)
+    return grid({k: f"{v} --max_steps 1000000" for k, v in lines.items()}, SEEDS[:5], cg)
 
 
 def part_cures() -> list[dict]:
@@ -214,7 +214,7 @@ def part_cures() -> list[dict]:
     lines |= {"20 steps, shaped reward": "--horizon 20 --reward shaped"}
     lines |= {"20 steps, random visits": "--horizon 20 --random_visits 0.3"}
     lines |= {"grows, random visits": "--random_visits 0.3"}
-    return grid({k: f"{v} --max_steps 3000000" for k, v in lines.items()}, SEEDS[:5], cg)
+    return grid({k: f"{v} --max_steps 1000000" for k, v in lines.items()}, SEEDS[:5], cg)
 
 
 def part_group() -> list[dict]:
@@ -224,7 +224,7 @@ def part_group() -> list[dict]:
         for size in (2, 4, 8, 16, 32):
             flags = f"--group_size {size} --num_states {512 // size} --visit_steps {size}"
             lines[f"{estimator}, {size}"] = f"--adv_estimator {estimator} {flags}"
-    return grid({k: f"{v} --max_steps 3000000" for k, v in lines.items()}, SEEDS[:5], cg)
+    return grid({k: f"{v} --max_steps 1000000" for k, v in lines.items()}, SEEDS[:5], cg)
 
 
 def bare_seconds(trainer: cp.Trainer, updates: int) -> float:
