@@ -8,7 +8,7 @@
 """GRPO on CartPole with a group of actions at every state: branch the simulator, compare, learn.
 
 Article: [学习笔记]grpo——逃课与统计学的魅力时刻
-Run:     python cartpole_grpo.py                           (1 s of training)
+Run:     python cartpole_grpo.py                    (1 s of training, 4 s in all)
          ends with: solved after ... environment steps, ...
 Watch:   tensorboard --logdir runs
 Show:    python cartpole_grpo.py --infer runs/cartpole_grpo/NAME/checkpoint-last.pt --render gif
@@ -19,10 +19,11 @@ weight ever moves (errata 7 to 10). Here every action of the group is executed, 
 the simulator; its branch then follows the policy for horizon steps, and the branch's return,
 against its group's, is the advantage of the branch's first action.
 
-Keeps:   several actions a state, normalised in their group, no critic; PPO's clip, K epochs; the
-         article's flags, network and shaped reward.
+Keeps:   several actions a state, normalised in their group, no critic; PPO's clip, K epochs; group
+         size, gamma, clip, batch size; the shaped reward (--reward shaped).
 Changes: branches are really run, and longer than one step (erratum 9); the horizon grows when most
-         groups are flat; flat groups are left out (erratum 10); the 500-step limit is kept.
+         groups are flat; flat groups are left out (erratum 10); the 500-step limit is kept; tanh,
+         learning rate 1e-3.
 Assumes: a branch that is still up at the horizon is worth what it has earned so far: the rest
          counts 0 for all of them. Costs: copies of the simulator, and every branch step counts.
 
@@ -182,7 +183,7 @@ def visit(trainer: Trainer) -> None:
         observation = torch.as_tensor(trainer.observation, device=trainer.device)  # (S, 4)
         logits = trainer.actor(observation)  # (S, 2)
         u = torch.rand(len(logits), 1, generator=trainer.generator, device=logits.device)
-        logits = logits.masked_fill(u < trainer.args.random_visits, 0.0)  # anywhere, nearer a fall
+        logits = logits.masked_fill(u < trainer.args.random_visits, 0.0)  # uniform
         action = draw(logits, trainer.generator).cpu().numpy()
         trainer.env_steps += int((~trainer.ended).sum())  # next-step autoreset: others only reset
         trainer.observation, reward, terminated, truncated, _ = trainer.envs.step(action)
@@ -491,7 +492,8 @@ def train(args: argparse.Namespace) -> dict:
     else:
         folder = new_folder(Path(args.output_dir) / SCRIPT, args.run_name)
     writer, rows = open_run(folder, args, trainer.env_steps)
-    progress = {"total": args.max_steps, "initial": trainer.env_steps, "disable": args.quiet}
+    total = None if args.target_return else args.max_steps  # most runs end long before
+    progress = {"total": total, "initial": trainer.env_steps, "disable": args.quiet}
     bar = tqdm(desc=folder.name, unit=" steps", unit_scale=True, **progress)
     stop: list[bool] = []
 
@@ -568,7 +570,7 @@ def train(args: argparse.Namespace) -> dict:
     }
 
 
-def play(actor: nn.Module, args: argparse.Namespace, render_mode: str) -> tuple:
+def play(actor: nn.Module, args: argparse.Namespace, render_mode: str | None) -> tuple:
     """An episode of gymnasium's environment. Returns (every fourth frame, return)."""
     # differs: another environment
     if render_mode != "human":
@@ -618,12 +620,14 @@ def infer(args: argparse.Namespace) -> None:
     trainer.actor.load_state_dict(load_checkpoint(args.infer)["parts"]["actor"])
     result = evaluate(trainer.actor, trainer.eval_envs, trainer.device)
     print(returns_line({name[5:]: value for name, value in result.items()}, args))
-    frames, total = play(trainer.actor, args, "human" if args.render == "human" else "rgb_array")
+    modes = {"none": None, "human": "human", "gif": "rgb_array"}
+    frames, total = play(trainer.actor, args, modes[args.render])
     if args.render == "gif":
         path = Path(args.infer).with_name(f"episode-seed{args.seed}.gif")
         path.write_bytes(gif_bytes(frames, 80))
         print(f"wrote {path}")
-    print(f"an episode from the start of --seed {args.seed}: return {total:.0f}")
+    kind = "greedy" if args.greedy else "sampled"
+    print(f"an episode from the start of --seed {args.seed}, {kind}: return {total:.0f}")
 
 
 # ======== 8  Command line =========================================================================
@@ -680,7 +684,7 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--run_name", "--version", help="name of the run; None: estimator, environment and seed")
     flag("--output_dir", default="runs", help=f"a run goes to OUTPUT_DIR/{SCRIPT}/RUN_NAME")
     flag("--max_steps", type=positive, default=5_000_000,
-         help="environment steps at most, of all branches too, 500000..5000000")
+         help="stop after the update that reaches so many environment steps, branches included")
     flag("--save_steps", type=natural, default=1_000_000,
          help="environment steps per checkpoint; 0: only the last")
     flag("--eval_every", type=natural, default=20_000,
@@ -703,11 +707,12 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--visit_steps", type=positive, default=16,
          help="steps of the policy from one visited state to the next, 1..50")
     flag("--random_visits", type=unit, default=0.0,
-         help="share of the visits' actions that are random: states nearer to a fall")
+         help="share of the visits' actions that are random, for states off the policy's path")
     flag("--group_size", type=number(int, 2), default=8, help="G, branches of a state, 2..32")
     flag("--horizon", type=positive,
          help="steps of a branch; None: 20, then half as many more whenever most groups are flat")
-    flag("--grow_above", type=unit, default=0.7, help="share of flat groups that counts as most")
+    flag("--grow_above", type=unit,
+         help="share of flat groups above which the horizon grows; None: 0.7")
     flag("--reward", choices=["survival", "shaped"], default="survival",
          help="1 a step, or the article's: near the middle and upright")
 
@@ -758,10 +763,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             if args.max_steps <= done:
                 parser.error(f"argument --max_steps: {done} steps are done; give more")
         return args
+    for name in ("render", "greedy"):
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"argument --{name}: only with --infer")
     if args.run_name is None:
         args.run_name = f"{args.adv_estimator}-{args.env_id[-2:]}-seed{args.seed}"
     if args.run_name in ("", "..") or Path(args.run_name).name != args.run_name:
         parser.error("argument --run_name: give the name of one folder, not a path")
+    if args.horizon and args.grow_above is not None:
+        parser.error("argument --grow_above: not with --horizon, which fixes it")
+    if args.horizon is None and args.grow_above is None:
+        args.grow_above = 0.7
     if args.target_return is None:
         args.target_return = threshold(args)
     return args
@@ -787,12 +799,14 @@ def summary(result: dict, args: argparse.Namespace) -> str:
         f"{result['flat']:.0%} of the groups were flat; horizon {result['horizon']}; every step of "
         "every branch is counted",
     ]
-    if result["flat"] == 1:
-        lines.append(
-            f"all groups were flat, nothing was learned: in {result['horizon']} steps the first "
-            "action changes no reward, for CartPole moves x and theta with the old velocities; "
-            "give a longer --horizon"
-        )
+    if result["flat"] == 1 and args.adv_estimator != "none":
+        why = "give a longer --horizon"
+        if result["horizon"] <= (1 if args.reward == "shaped" else 2):
+            why = (
+                "the first action changes no reward so soon, for CartPole moves x and theta with "
+                "the old velocities; " + why
+            )
+        lines.append(f"all groups were flat, so nothing was learned: {why}")
     lines.append(f"logs: {run_dir}    watch: tensorboard --logdir {run_dir.parent.parent}")
     if result["stopped"]:
         lines.append(f"go on: python {SCRIPT}.py --resume {run_dir}/checkpoint-last.pt")

@@ -10,9 +10,9 @@
     grad J = E[ sum_t grad log pi(a_t|s_t) * Phi_t ]
 
 Notes:   07_Reinforcement_Learning, from 原始策略梯度法 to RL GRPO
-Run:     python cartpole_pg_family.py --adv_estimator gae      (2 s of training at most)
-         ends with: solved after 65,024 environment steps, ...
-         python cartpole_pg_family.py --adv_estimator all      (one after the other, and a table)
+Run:     python cartpole_pg_family.py --adv_estimator ppo      (1 s of training, 4 s in all)
+         ends with: solved after ... environment steps, ...
+         python cartpole_pg_family.py --adv_estimator all      (each in turn, 30 s, and a table)
 Watch:   tensorboard --logdir runs
 Show:    python cartpole_pg_family.py --infer runs/cartpole_pg_family/NAME/checkpoint-last.pt
 
@@ -96,8 +96,8 @@ def compute_reinforce(rewards: Tensor, gamma: float) -> Tensor:
 def compute_baseline(returns: Tensor, values: Tensor, mask: Tensor, kind: str) -> Tensor:
     """(N, T) returns less a baseline (带基线的策略梯度法).
 
-    value: V(s_t), unbiased. batch_time_mean: mean over the episodes that are still on at t; each
-    is in its own mean, so that n of them scale by (n - 1) / n. trajectory_mean: the notes' mean
+    value: V(s_t), unbiased. batch_time_mean: mean over the n episodes that are still on at t; each
+    is in its own mean, which leaves (n - 1) / n of its weight. trajectory_mean: the notes' mean
     over the episode's own G_t; it depends on the actions, and that is a bias (erratum 12).
     """
     if kind == "trajectory_mean":
@@ -379,7 +379,7 @@ def update_model(
                     divergence.append(kl_k3(logp_old[rows], logp).mean())
                     metrics["losses/approx_kl"] = divergence[-1]
                     metrics["losses/clipfrac"] = ((ratio - 1).abs() > epsilon).float().mean()
-            else:  # J = E[log pi(a_t|s_t) * Phi_t]
+            else:  # J = E[log pi(a_t|s_t) * Phi_t]; per step: the sum over an episode, scaled
                 objective = (logp * phi).mean()
             metrics["losses/policy_loss"] = -objective
             loss = -(objective + args.entropy_coef * entropy)
@@ -620,7 +620,8 @@ def train(args: argparse.Namespace, parent: Path | None = None) -> dict:
     else:
         folder = new_folder(parent or Path(args.output_dir) / SCRIPT, args.run_name)
     writer, rows = open_run(folder, args, trainer.env_steps)
-    progress = {"total": args.max_steps, "initial": trainer.env_steps, "disable": args.quiet}
+    total = None if args.target_return else args.max_steps  # most runs end long before
+    progress = {"total": total, "initial": trainer.env_steps, "disable": args.quiet}
     bar = tqdm(desc=folder.name, unit=" steps", unit_scale=True, **progress)
     stop: list[bool] = []
 
@@ -715,7 +716,7 @@ def train_all(args: argparse.Namespace) -> list[dict]:
     return results
 
 
-def play(actor: nn.Module, args: argparse.Namespace, render_mode: str) -> tuple:
+def play(actor: nn.Module, args: argparse.Namespace, render_mode: str | None) -> tuple:
     """An episode of gymnasium's environment. Returns (every fourth frame, return)."""
     # differs: another environment
     if render_mode != "human":
@@ -765,12 +766,14 @@ def infer(args: argparse.Namespace) -> None:
     trainer.actor.load_state_dict(load_checkpoint(args.infer)["parts"]["actor"])
     result = evaluate(trainer.actor, trainer.eval_envs, trainer.device)
     print(returns_line({name[5:]: value for name, value in result.items()}, args))
-    frames, total = play(trainer.actor, args, "human" if args.render == "human" else "rgb_array")
+    modes = {"none": None, "human": "human", "gif": "rgb_array"}
+    frames, total = play(trainer.actor, args, modes[args.render])
     if args.render == "gif":
         path = Path(args.infer).with_name(f"episode-seed{args.seed}.gif")
         path.write_bytes(gif_bytes(frames, 80))
         print(f"wrote {path}")
-    print(f"an episode from the start of --seed {args.seed}: return {total:.0f}")
+    kind = "greedy" if args.greedy else "sampled"
+    print(f"an episode from the start of --seed {args.seed}, {kind}: return {total:.0f}")
 
 
 # ======== 8  Command line =========================================================================
@@ -873,7 +876,7 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--run_name", "--version", help="name of the run; None: estimator, environment and seed")
     flag("--output_dir", default="runs", help=f"a run goes to OUTPUT_DIR/{SCRIPT}/RUN_NAME")
     flag("--max_steps", type=positive, default=5_000_000,
-         help="environment steps at most, 50000..5000000; see --target_return")
+         help="stop after the update that reaches so many environment steps; see --target_return")
     flag("--save_steps", type=natural, default=100_000,
          help="environment steps per checkpoint; 0: only the last")
     flag("--eval_every", type=natural, default=5000,
@@ -907,11 +910,12 @@ def build_parser() -> argparse.ArgumentParser:
     some("clip_epsilon", "epsilon of the clip, 0.1..0.3; inf: no clip", type=real)
     some("update_epochs", "passes over a batch, 1..10", type=positive)
     some("minibatch_size", "rows of a gradient step; 0: the whole batch", type=natural)
-    some("target_kl", "no further pass once the policy moved this far (k3), 0.01..0.03; 0: all",
+    some("target_kl", "no further pass after one whose mean k3 is above this, 0.01..0.03; 0: all",
          type=real)
     some("normalize_advantages", "over the batch or each minibatch",
          choices=["none", "batch", "minibatch"])
-    some("entropy_coef", "weight of the entropy bonus, beside Phi_t as it is", type=real)
+    some("entropy_coef", "weight of the entropy bonus, 0..0.02; more beside a large Phi_t",
+         type=real)
     flag("--max_grad_norm", type=number(float, 1e-6), default=0.5,
          help="clips the gradient of each network, 0.1..1; inf: no clipping")
     flag("--anneal", **switch, help="learning rates fall linearly to 0 at max_steps")
@@ -969,6 +973,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             if args.max_steps <= done:
                 parser.error(f"argument --max_steps: {done} steps are done; give more")
         return args
+    for name in ("render", "greedy"):
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"argument --{name}: only with --infer")
     if args.run_name is None:
         args.run_name = f"{args.adv_estimator}-{args.env_id[-2:]}-seed{args.seed}"
     if args.run_name in ("", "..") or Path(args.run_name).name != args.run_name:
@@ -1013,7 +1020,7 @@ def summary(results: list[dict], args: argparse.Namespace) -> str:
             steps = f"{r['env_steps']:,}" if r["solved"] else "-"
             numbers = (f"{r[name]:.1f}" for name in ("train_seconds", "greedy", "sampled", "auc"))
             lines.append(line.format(r["adv_estimator"], PHI[r["adv_estimator"]], steps, *numbers))
-        lines.append("steps, seconds: to solve; AUC: mean sampled return over the first 100,000")
+        lines.append("seconds: of training; AUC: mean sampled return over the first 100,000 steps")
     else:
         lines += [
             returns_line(result, args),
@@ -1024,7 +1031,9 @@ def summary(results: list[dict], args: argparse.Namespace) -> str:
     where = run_dir if args.adv_estimator == "all" else run_dir.parent.parent
     lines.append(f"logs: {run_dir}    watch: tensorboard --logdir {where}")
     if result["stopped"]:
-        lines.append(f"go on: python {SCRIPT}.py --resume {result['run_dir']}/checkpoint-last.pt")
+        alone = "    (this estimator only)" if args.adv_estimator == "all" else ""
+        path = f"{result['run_dir']}/checkpoint-last.pt"
+        lines.append(f"go on: python {SCRIPT}.py --resume {path}{alone}")
     return "\n".join(lines)
 
 
