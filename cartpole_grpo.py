@@ -362,8 +362,7 @@ class Trainer:
         args = self.args
         visit(self)
         batch = sample_batch(self)
-        self.updates += 1
-        if not batch.mask.any():
+        if not batch.mask.any():  # all have just ended
             return
         scores, advantages = prepare_inputs(args, batch)
         check_finite(advantages=advantages)
@@ -383,6 +382,7 @@ class Trainer:
         if args.horizon is None and flats > args.grow_above * groups:
             # NOT IN ARTICLE: nearly all survive this long; only a longer look can tell them apart
             self.horizon = min(math.ceil(1.5 * self.horizon), self.envs.max_episode_steps)
+        self.updates += 1
 
     def row(self) -> dict[str, float]:
         """Metrics by TensorBoard tag since the last call."""
