@@ -1265,7 +1265,8 @@ def test_play_takes_the_policys_actions():
             seen.append(x[0].tolist())
             return controller(x, 0.1)
 
-    args = make_args("gae", "--env_id", "CartPole-v0", "--greedy")
+    args = make_args("gae", "--env_id", "CartPole-v0")
+    args.greedy = True
     frames, total = cp.play(Policy(4, 2), args, "rgb_array")
     assert total == 200 and len(frames) == 50 and frames[0].shape == (200, 300, 3)
     start, _ = gym.make("CartPole-v0").reset(seed=cp.UNSEEN + 42)
@@ -1304,6 +1305,12 @@ def checkpoint(tmp_path_factory) -> Path:
     "line,word",
     [
         ("--adv_estimator nstep --n_steps 0", "n_steps"),
+        ("--greedy", "greedy"),
+        ("--render gif", "render"),
+        (
+            "--adv_estimator baseline --baseline trajectory_mean --critic_learning_rate 0.1",
+            "critic",
+        ),
         ("--adv_estimator nstep --n_steps 20 --num_steps 8", "n_steps"),
         ("--adv_estimator all --n_steps 20 --num_steps 8", "n_steps"),
         ("--num_envs 0", "num_envs"),
