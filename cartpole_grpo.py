@@ -236,7 +236,7 @@ def prepare_inputs(args: argparse.Namespace, batch: Batch) -> tuple[Tensor, Tens
         return scores, compute_grpo(scores)
     if args.adv_estimator == "rloo":
         return scores, compute_rloo(scores)
-    return scores, scores  # none: nothing to compare with; all positive
+    return scores, scores  # none: no comparison; survival: all positive
 
 
 def update_model(trainer: Trainer, batch: Batch, advantages: Tensor, use: Tensor) -> None:
@@ -484,7 +484,7 @@ def open_run(folder: Path, args: argparse.Namespace, step: int) -> tuple:
 
 def train(args: argparse.Namespace) -> dict:
     """Train as parse_args() says. Returns the last evaluation, counters and the run folder."""
-    # differs: counts environment steps, and stops when solved
+    # differs: one run; the horizon and the flat share are results
     began, trainer = time.perf_counter(), Trainer(args)
     if args.resume:
         trainer.load_model(args.resume)
@@ -669,7 +669,7 @@ def checkpoint_path(text: str) -> str:
 def build_parser() -> argparse.ArgumentParser:
     about, formatter = (__doc__ or "").splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
-    # differs: other flags
+    # differs: flags of branches
     natural, positive = number(int, 0), number(int, 1)
     unit, real = number(float, 0, 1), number(float, 0)
     switch: dict = {"action": argparse.BooleanOptionalAction, "default": False}
@@ -740,7 +740,7 @@ INFER_FREE = FREE | {"render", "greedy", "seed", "env_id"}
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Flags, completed and checked: exit 2 with the flag's name where one can't work."""
-    # differs: other flags
+    # differs: flags of branches
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.resume and args.infer:
@@ -800,7 +800,7 @@ def summary(result: dict, args: argparse.Namespace) -> str:
         "every branch is counted",
     ]
     if result["flat"] == 1 and args.adv_estimator != "none":
-        why = "give a longer --horizon"
+        why = "give a longer --horizon" if args.gamma else "--gamma 0 counts only the first step"
         if result["horizon"] <= (1 if args.reward == "shaped" else 2):
             why = (
                 "the first action changes no reward so soon, for CartPole moves x and theta with "
