@@ -150,6 +150,7 @@ SHORT = {  # what else keeps a run of one update short
     "frozen_lake_ppo_grpo": "--batch_size 2 --eval_maps 2",
     "cartpole_pg_family": "--eval_episodes 2",
     "cartpole_grpo": "--eval_episodes 2 --num_states 4",
+    "text_env_pairwise_grpo": "",
 }
 
 
