@@ -662,7 +662,7 @@ def train(args: argparse.Namespace) -> dict:
 
 def infer(args: argparse.Namespace) -> None:
     """Let a trained agent write: greedily, step by step in the environment, and three samples."""
-    # differs: another environment
+    # differs: writes texts
     trainer = Trainer(args)
     trainer.actor.load_state_dict(load_checkpoint(args.infer)["parts"]["actor"])
     env = MultilingualTextEnv(
