@@ -1,4 +1,4 @@
-"""Shared by all tests: golden values, and a short way to run a script's main() without noise."""
+"""Shared by the tests: golden values, comparisons, torch's settings restored after each test."""
 
 import json
 import os
@@ -14,6 +14,21 @@ ROOT = Path(__file__).resolve().parent.parent
 def golden(name: str) -> dict:
     """Reference values computed by SB3, CleanRL and TRL; see tests/golden/README.md."""
     return json.loads((ROOT / "tests" / "golden" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def close(ours, theirs, tolerance=1e-12):
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def same(a, b) -> bool:
+    """Equal to the bit, through dicts, lists and tensors."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
 
 
 @pytest.fixture(autouse=True)

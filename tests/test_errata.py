@@ -1,6 +1,7 @@
 """docs/errata.md, shown: the faulty form runs beside ours. A test's name carries the number."""
 
 import itertools
+import math
 import random
 
 import gymnasium as gym
@@ -13,6 +14,7 @@ from torch import nn
 import cartpole_grpo as cg
 import cartpole_pg_family as cp
 import frozen_lake_ppo_grpo as fl
+import text_env_pairwise_grpo as te
 
 CPU = torch.device("cpu")
 
@@ -330,3 +332,111 @@ def test_erratum_14_a_column_against_a_row_is_refused():
         cp.clipped_surrogate(ratio, advantages, 0.2, 0.2)
     with pytest.raises(AssertionError):
         cp.value_loss(ratio, advantages)
+
+
+def printed_loss(returns: list[float], log_weights: torch.Tensor, temperature: float):
+    """The article's double loop over ordered pairs of one group."""
+    size, total = len(returns), 0.0
+    for i in range(size):
+        for j in range(size):
+            if i != j:
+                difference = torch.tensor(
+                    (returns[i] - returns[j]) / temperature, dtype=torch.float64
+                )
+                preferred = torch.nn.functional.logsigmoid(difference)
+                total = total - preferred * (log_weights[i] - log_weights[j])
+    return total / (size * (size - 1))
+
+
+@pytest.mark.parametrize("size, temperature", [(4, 0.01), (4, 0.2), (8, 0.1), (16, 1.0)])
+def test_erratum_16_the_printed_pairwise_loss_is_linear(size, temperature):
+    """No sigmoid is left: REINFORCE with the mean of the others as baseline, over T."""
+    torch.manual_seed(size)
+    scores = torch.randn(size, dtype=torch.float64) * 2
+    weights = torch.randn(size, dtype=torch.float64, requires_grad=True)
+    faulty = printed_loss(scores.tolist(), weights, temperature)
+    t = torch.full((1,), temperature, dtype=torch.float64)
+    ours = te.pairwise_linear(weights, scores, t)
+    others = (scores.sum() - scores) / (size - 1)
+    reinforce = -((scores - others) / temperature * weights).mean()
+    logistic = te.pairwise_logistic(weights, scores, t)
+    (expected,) = torch.autograd.grad(reinforce, weights)
+    for loss in (faulty, ours):
+        assert loss.item() == pytest.approx(reinforce.item(), rel=1e-10)
+        (gradient,) = torch.autograd.grad(loss, weights)
+        assert torch.allclose(gradient, expected, rtol=1e-10, atol=0)
+    (gradient,) = torch.autograd.grad(logistic, weights)
+    assert not torch.allclose(gradient, expected, rtol=1e-3)
+
+
+def test_erratum_17_the_printed_loss_is_not_scale_free():
+    """Returns x10 give a gradient x10; the logistic form is bounded, the group's std cancels it."""
+    scores, t = torch.tensor([5.0, 1.7, 0.6, -0.5], dtype=torch.float64), torch.full((1,), 0.2)
+    weights = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+
+    def norm(form, scale: float) -> float:
+        (gradient,) = torch.autograd.grad(form(weights, scores * scale, t.double()), weights)
+        return gradient.norm().item()
+
+    assert norm(te.pairwise_linear, 10) == pytest.approx(10 * norm(te.pairwise_linear, 1))
+    assert norm(te.pairwise_logistic, 1000) < 1.01 * norm(te.pairwise_logistic, 10) < 0.5
+    one, ten = te.compute_grpo(scores[None]), te.compute_grpo(10 * scores[None])
+    assert torch.allclose(one, ten, rtol=1e-3)
+
+
+def test_erratum_18_the_printed_kl_is_taken_before_the_step():
+    """There it is 0, whatever the step; after it k1 can be negative, k3 can't."""
+    args = te.parse_args(["--adv_estimator", "pairwise_linear", "--quiet", "--eval_every", "0"])
+    trainer, found = te.Trainer(args), []
+    for _ in range(40):
+        before = trainer.log_probs()
+        metrics = trainer.update()
+        batch = trainer.last
+        printed = (batch.logp_old - te.at_actions(before, batch.actions)).mean()
+        assert abs(printed.item()) < 1e-6
+        logp = te.at_actions(trainer.log_probs(), batch.actions)
+        assert metrics["losses/approx_kl_k1"] == (batch.logp_old - logp).mean().item()
+        found.append((metrics["losses/approx_kl_k1"], metrics["losses/approx_kl"]))
+    assert min(k1 for k1, _ in found) < 0 < min(k3 for _, k3 in found)
+
+
+@pytest.mark.parametrize("top", [0.06, 0.1, 0.25])
+def test_erratum_19_entropy_over_sampled_actions_points_down(top):
+    """-p log p of the sampled action: its expected gradient lowers the entropy of flat policies."""
+    p = torch.full((26,), (1 - top) / 25, dtype=torch.float64)
+    p[0] = top
+    logits = p.log().requires_grad_()
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits)[0]
+
+    log_probs = logits.log_softmax(dim=0)
+    sampled = (p * -(log_probs.exp() * log_probs)).sum()  # its expectation over actions from p
+    true = te.categorical_entropy(log_probs)
+    down, up = gradient(sampled), gradient(te.categorical_entropy(logits.log_softmax(dim=0)))
+    assert torch.cosine_similarity(down, up, dim=0).item() == pytest.approx(-1, abs=1e-3)
+    assert sampled.item() < 1 / math.e < true.item()
+    moved = te.categorical_entropy((logits + 0.01 * down).log_softmax(dim=0))
+    assert moved < true < te.categorical_entropy((logits + 0.01 * up).log_softmax(dim=0))
+
+
+def test_erratum_20_the_printed_log_is_impossible():
+    """Averages of 8 texts of 5 characters, and entropies, that the printed code cannot print."""
+    averages = {round(5 - 1.1 * wrong / 8, 4) for wrong in range(41)}
+    assert all(min(abs(x - a) for a in averages) > 0.01 for x in (-0.40, 2.60, 4.20, 4.85))
+    best = {round(5 - 1.1 * wrong, 4) for wrong in range(6)}
+    assert 2.0 not in best and 3.0 not in best
+    p = torch.linspace(1e-6, 1, 10**6, dtype=torch.float64)
+    assert (-p * p.log()).max().item() < 0.368 < 1.023  # the least entropy printed
+
+
+def test_erratum_20_a_target_outside_the_alphabet_is_refused(capsys):
+    """With digits 'hello' cannot be had: the highest return is -0.5."""
+    env = te.MultilingualTextEnv("12345", te.CHARSETS["code"][1])
+    env.reset()
+    assert sum(env.step(9)[1] for _ in range(5)) == pytest.approx(-0.5)  # nothing right
+    with pytest.raises(ValueError, match="'helo' of 'hello'"):
+        te.MultilingualTextEnv("hello", te.CHARSETS["code"][1])
+    with pytest.raises(SystemExit) as stop:
+        te.parse_args(["--target", "hello", "--language", "code"])
+    assert stop.value.code == 2 and "--target" in capsys.readouterr().err
