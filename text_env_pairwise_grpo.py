@@ -18,7 +18,7 @@ It is not told the target: K texts are compared, and what the better ones did be
 
 Keeps:   the environment; random groups; three losses side by side: the article's formula
          (pairwise_linear), what its prose describes (pairwise_logistic), GRPO's (group_norm).
-Changes: one-hot position as observation, the cause of the article's failure (its step/len:
+Changes: one-hot position as observation: with it alone the article's settings learn (its step/len:
          --observation scalar); entropy of the whole distribution (erratum 19); KL measured after
          the step (18); 128 texts an update; a target outside the alphabet is refused (20).
 Simple:  all texts have one length, so nothing is masked; the observation is the position, so one
@@ -771,7 +771,7 @@ def build_parser() -> argparse.ArgumentParser:
          help="alphabet: a-z (hello), 0-9 (12345), 3,755 common characters (你好世界), --charset")
     flag("--charset", help="the characters of --language custom")
     flag("--observation", choices=["onehot", "scalar"], default="onehot",
-         help="the position, or the article's step / len, which does not learn")
+         help="the position, or the article's step / len, where neighbours look alike")
     flag("--reward_scale", type=number(float, 1e-6), default=1.0, help="factor of all rewards")
 
     flag = parser.add_argument_group("algorithm").add_argument

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import ROOT
 
@@ -132,14 +133,15 @@ def commands(path: Path) -> list[str]:
     return [line for line in lines if re.match(r"python \w+\.py ", line)]
 
 
-# commands about a checkpoint need a run first; the scripts' own tests try those
-ALONE = re.compile(r"(?!.*--(infer|resume|reference|help)\b)")
+# commands about a file of another run need a run first; the scripts' own tests try those
+ALONE = re.compile(r"(?!.*--(infer|resume|reference|offline|help)\b)")
 ALL_COMMANDS = sorted({c for path in DOCS for c in commands(path) if ALONE.match(c)})
 
 
 @pytest.mark.parametrize("command", ALL_COMMANDS)
-def test_every_command_of_the_docs_runs(command, tmp_path):
+def test_every_command_of_the_docs_runs(command, tmp_path, monkeypatch):
     """In short mode."""
+    monkeypatch.chdir(tmp_path)
     _, script, *flags = shlex.split(command)
     name = Path(script).stem
     short = [*SHORT[name].split(), "--max_steps", "1", "--quiet", "--threads", "1"]
@@ -154,7 +156,7 @@ SHORT = {  # what else keeps a run of one update short
 }
 
 
-@pytest.mark.parametrize("name", ["frozen_lake", "cartpole"])
+@pytest.mark.parametrize("name", ["frozen_lake", "cartpole", "text_env"])
 def test_tables_of_the_docs_come_from_the_results(name):
     if str(ROOT / "benchmarks") not in sys.path:
         sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -165,6 +167,20 @@ def test_tables_of_the_docs_come_from_the_results(name):
         page = path.read_text(encoding="utf-8")
         assert page == benchmark.render(page, results), f"run benchmarks/{name}.py --tables"
         assert "<!-- table" in page and "-->\n<!-- end" not in page  # no table is empty
+
+
+def test_figures(tmp_path):
+    """Every picture of docs/images is drawn, and nothing else lies there."""
+    if str(ROOT / "benchmarks") not in sys.path:
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+    figures = __import__("figures")
+    figures.main(tmp_path)
+    names = {path.name for path in tmp_path.iterdir() if path.stat().st_size > 5000}
+    assert names == {path.name for path in figures.IMAGES.iterdir()}
+    x = torch.tensor([-3.0, -1.0, 0.5, 4.0], dtype=torch.float64)
+    assert torch.allclose(figures.pull("pairwise_linear", x, 2.0), x / 4)
+    assert torch.allclose(figures.pull("pairwise_logistic", x, 2.0), (x / 2).sigmoid() - 0.5)
+    assert torch.allclose(figures.pull("group_norm", x, 2.0), x.sign() / 8**0.5, rtol=1e-3)
 
 
 def test_no_leftovers():

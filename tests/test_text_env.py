@@ -538,6 +538,21 @@ def loop_scores(args, rewards) -> tuple[list, list]:
     return groups, [args.temperature] * len(groups)
 
 
+@pytest.mark.parametrize("supervision", ["outcome", "process"])
+@pytest.mark.parametrize(
+    "flags", [[], ["--temperature", "0.3"], ["--normalize_returns"]], ids=" ".join
+)
+def test_scores_and_units_in_loops(flags, supervision):
+    args = make_args("--supervision", supervision, *flags)
+    rewards = torch.rand(3, 4, 5, dtype=torch.float64)
+    scores, units = te.prepare_inputs(args, batch_of(rewards))
+    groups, expected = loop_scores(args, rewards.tolist())
+    shape = (3, 5, 4) if supervision == "process" else (3, 4)
+    assert scores.shape == shape and units.shape == (*shape[:-1], 1)
+    close(scores.reshape(-1, 4), double(groups), 1e-9)
+    close(units.flatten(), double(expected), 1e-9)
+
+
 def loop_clip(ratio, advantage: float, epsilon: float):
     low, high = double(1 - epsilon), double(1 + epsilon)
     return min(ratio * advantage, min(max(ratio, low), high) * advantage)
