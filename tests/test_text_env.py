@@ -1241,6 +1241,14 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
     assert path.read_bytes() == before and not [*path.parent.glob("*.tmp")]
 
 
+def test_a_checkpoint_is_renamed_not_written_over(tmp_path, monkeypatch):
+    trainer, path, written, write = make_trainer(), tmp_path / "a.pt", [], Path.write_bytes
+    monkeypatch.setattr(Path, "write_bytes", lambda p, d: written.append(p) or write(p, d))
+    for _ in range(2):
+        trainer.save_model(path)
+    assert written == [path.with_suffix(".tmp")] * 2 and [*tmp_path.iterdir()] == [path]
+
+
 def test_kill_while_saving_keeps_the_last_checkpoint(tmp_path):
     """kill -9 in the middle of writing the temporary file."""
     assert te.main(short(tmp_path, "a", "--max_steps", "9")) == 0
@@ -1280,6 +1288,15 @@ def test_nan_stops_the_run_and_names_the_tensor_and_the_update(kind, tmp_path, m
     assert state(folder)["counters"][0] == 3  # saved after each update
     assert all(v.isfinite().all() for v in state(folder)["parts"]["actor"].values())
     assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
+
+
+def test_nan_moves_no_weight(monkeypatch):
+    trainer, real = make_trainer(), te.policy_loss
+    before = weights(trainer)
+    monkeypatch.setattr(te, "policy_loss", lambda *a: real(*a) * math.nan)
+    with pytest.raises(FloatingPointError, match="loss is NaN"):
+        trainer.update()
+    assert torch.equal(weights(trainer), before)
 
 
 @pytest.mark.parametrize("flags", MANY)
