@@ -19,8 +19,9 @@ the same ones, and its mean and its scatter are held against that truth, with st
 
 Keeps:   the estimators of the other scripts, the same functions to the letter.
 Changes: nothing is trained but by the exact gradient; one map; episodes, not parallel steps.
-Left out: the gradient of the discounted J weighs step t by gamma^t; estimators in use leave that
-         out, so below --gamma 1 all of them are biased, and the table shows by how much.
+Gamma:   the gradient of a discounted J weighs the return from step t on by gamma^t. Estimators in
+         use leave that out: below --gamma 1 all but vanilla and the groups are biased, by as much
+         as the table shows.
 
 symbol   | variable  | shape     | meaning
 theta    | logits    | (S, 4)    | of a tabular softmax policy, S cells; or a CNN's outputs
@@ -912,7 +913,7 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--threads", type=number(int, 0), default=1, help="CPU threads; 0: torch decides")
     flag("--run_name", "--version", help="name of the run; None: policy, map and seed")
     flag("--output_dir", default="runs", help=f"a run goes to OUTPUT_DIR/{SCRIPT}/RUN_NAME")
-    flag("--batches", type=number(int, 2), default=1000,
+    flag("--batches", type=number(int, 2), default=2000,
          help="M, batches an estimator sees; four times as many halve the standard errors")
     flag("--estimators", nargs="+", metavar="NAME", default=ESTIMATORS,
          help="of " + ", ".join(ESTIMATORS) + "; or all that begin with it, as gae or k1")

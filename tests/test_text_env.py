@@ -1074,15 +1074,17 @@ RUNS = [
 
 
 @pytest.mark.parametrize("flags", RUNS, ids=" ".join)
-def test_resume_equals_never_stopping(flags, tmp_path, data):
+def test_resume_equals_never_stopping(flags, tmp_path, monkeypatch, data):
     flags = [str(data) if flag == "DATA" else flag for flag in flags]
     assert te.main(short(tmp_path, "whole", *flags)) == 0
     whole, half = tmp_path / te.SCRIPT / "whole", tmp_path / te.SCRIPT / "half"
     half.mkdir()
     shutil.copy(whole / "checkpoint-000008.pt", half)
     shutil.copy(whole / "metrics.jsonl", half)
+    done, real = [], te.Trainer.update
+    monkeypatch.setattr(te.Trainer, "update", lambda t: done.append(1) or real(t))
     assert te.main(["--resume", str(half / "checkpoint-000008.pt"), "--quiet"]) == 0
-    assert same(state(whole), state(half))
+    assert same(state(whole), state(half)) and len(done) == 22  # not all over again
     saved = {path.name for path in half.glob("*.pt")}
     assert saved == {f"checkpoint-{k}.pt" for k in ("000008", "000016", "000024", "last")}
     for name in saved:
@@ -1091,6 +1093,22 @@ def test_resume_equals_never_stopping(flags, tmp_path, data):
     assert 0 < seconds[0] < seconds[-1]  # they add up over a resume
     assert metrics(whole) == metrics(half)  # the second part was logged anew, none twice
     assert [row["step"] for row in metrics(whole)] == [*range(1, 31)]
+
+
+def test_resume_after_a_crash_replaces_what_tensorboard_had(tmp_path):
+    """Updates 9 to 30 were logged, but not saved: they are logged anew, and none is shown twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert te.main(short(tmp_path, "a")) == 0
+    folder = tmp_path / te.SCRIPT / "a"
+    for path in folder.iterdir():
+        if path.name.startswith("events"):
+            path.rename(folder / "events.out.tfevents.0000000001.first")
+        elif path.suffix == ".pt" and path.name != "checkpoint-000008.pt":
+            path.unlink()
+    assert te.main(["--resume", str(folder / "checkpoint-000008.pt"), "--quiet"]) == 0
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    assert [e.step for e in events.Scalars("losses/policy_loss")] == [*range(1, 31)]
 
 
 def test_the_same_seed_gives_the_same_run(tmp_path):
