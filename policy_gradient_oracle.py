@@ -758,8 +758,8 @@ def add_figures(writer, points: dict, args: argparse.Namespace) -> None:
         axes = figure.subplots()
         for name, row in found["estimators"].items():
             if name not in KL:
-                axes.loglog(max(row["off"], 1e-3), row["noise"], "o")
-                axes.annotate(name, (max(row["off"], 1e-3), row["noise"]), fontsize=7)
+                axes.semilogy(max(row["off"], 0.0), row["noise"], "o")
+                axes.annotate(name, (max(row["off"], 0.0), row["noise"]), fontsize=8)
         axes.set(xlabel="share off the true direction", ylabel="noise to signal of one batch")
         writer.add_figure(f"bias_and_noise/{point}", figure)
     figure = Figure(figsize=(6, 4), layout="constrained")

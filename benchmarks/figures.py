@@ -5,6 +5,7 @@ Run:  python benchmarks/figures.py              all of them
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -52,7 +53,30 @@ def pairwise_weights(path: Path) -> None:
     plt.close(figure)
 
 
-FIGURES = {"pairwise_weights": pairwise_weights}
+def bias_and_noise(path: Path) -> None:
+    """Share off the true direction against noise, from the results of benchmarks/oracle.py."""
+    file = ROOT / "benchmarks" / "results" / "oracle.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["default"]
+    figure, both = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    names = ["reinforce", "rloo", "actor_critic", "actor_critic:learned", "gae", "loss_type:grpo"]
+    for axes, point, more in zip(both, ("start", "half"), ([], ["ppo"]), strict=True):
+        shown = [r for r in rows if r["point"] == point and r["estimator"] in names + more]
+        for row in shown:
+            x = max(row["off"], 0.0)
+            axes.errorbar(x, row["noise"], xerr=row["off_se"], fmt="o", color="C0", ecolor="0.8")
+            axes.annotate(
+                row["estimator"], (x, row["noise"]), (6, 4), textcoords="offset points", fontsize=9
+            )
+        axes.set(title=f"{point}, J {shown[0]['return']:.3f}", xlim=(-0.05, 0.45))
+        axes.set_ylim(0, 1.15 * max(row["noise"] for row in shown))
+        axes.set_xlabel("share of the mean off the true direction")
+        axes.spines[["top", "right"]].set_visible(False)
+    both[0].set_ylabel("noise to signal of one batch")
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    plt.close(figure)
+
+
+FIGURES = {"pairwise_weights": pairwise_weights, "bias_and_noise": bias_and_noise}
 
 
 def main(folder: Path = IMAGES) -> None:

@@ -64,9 +64,9 @@ def part_flat() -> list[dict]:
 def part_inner() -> list[dict]:
     """PPO's gradient steps on a batch: how far their mean step is from the gradient."""
     rows = []
-    for epochs in (1, 2, 4, 8):
-        flags = f"--estimators ppo --batches 1000 --update_epochs {epochs} --points half trained"
-        rows += measure(flags, epochs=epochs)
+    for epochs, clip in ((1, "0.2"), (2, "0.2"), (4, "0.2"), (8, "0.2"), (4, "inf"), (8, "inf")):
+        flags = f"--estimators ppo --batches 1000 --update_epochs {epochs} --clip_epsilon {clip}"
+        rows += measure(f"{flags} --points half trained", epochs=epochs, clip=clip)
     return rows
 
 
@@ -147,11 +147,11 @@ def table_flat(rows: list[dict]) -> str:
 
 def table_inner(rows: list[dict]) -> str:
     body = [
-        [str(row["epochs"]), row["point"], pm(row, "scale", 3), pm(row, "off", 2)]
+        [str(row["epochs"]), row["clip"], row["point"], pm(row, "scale", 3), pm(row, "off", 2)]
         + [pm(row, "noise", 2), pm(row, "cosine", 3)]
         for row in rows
     ]
-    return table(["gradient steps", "policy", "scale", "off", "noise", "cosine"], body)
+    return table(["gradient steps", "clip", "policy", "scale", "off", "noise", "cosine"], body)
 
 
 def table_collapse(rows: list[dict]) -> str:

@@ -1101,10 +1101,10 @@ def test_resume_after_a_crash_replaces_what_tensorboard_had(tmp_path):
 
     assert te.main(short(tmp_path, "a")) == 0
     folder = tmp_path / te.SCRIPT / "a"
-    for path in folder.iterdir():
-        if path.name.startswith("events"):
-            path.rename(folder / "events.out.tfevents.0000000001.first")
-        elif path.suffix == ".pt" and path.name != "checkpoint-000008.pt":
+    for k, path in enumerate(sorted(folder.glob("events*"))):  # written long ago
+        path.rename(folder / f"events.out.tfevents.{k:010d}.first")
+    for path in folder.glob("*.pt"):
+        if path.name != "checkpoint-000008.pt":
             path.unlink()
     assert te.main(["--resume", str(folder / "checkpoint-000008.pt"), "--quiet"]) == 0
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
@@ -1226,6 +1226,21 @@ def test_interrupt_before_the_first_update_with_texts_to_save(tmp_path, monkeypa
     assert te.main(short(tmp_path, "a", "--save_trajectories", str(path))) == 130
 
 
+def test_interrupt_in_the_last_update_stops_nothing(tmp_path, monkeypatch):
+    interrupt_at(monkeypatch, 9)
+    assert te.main(short(tmp_path, "a", "--max_steps", "9")) == 0
+
+
+def test_a_resumed_run_leaves_the_texts_of_the_first_part(tmp_path):
+    path = tmp_path / "texts.npz"
+    flags = ["--max_steps", "3", "--save_trajectories", str(path)]
+    assert te.main(short(tmp_path, "a", *flags)) == 0
+    before = path.read_bytes()
+    last = tmp_path / te.SCRIPT / "a" / "checkpoint-last.pt"
+    assert te.main(["--resume", str(last), "--max_steps", "5", "--quiet"]) == 0
+    assert path.read_bytes() == before
+
+
 def test_interrupted_run_saves_its_texts(tmp_path, monkeypatch):
     interrupt_at(monkeypatch, 3)
     path = tmp_path / "texts.npz"
@@ -1278,6 +1293,7 @@ def test_kill_while_saving_keeps_the_last_checkpoint(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
     assert done.returncode == 9, done.stderr
     assert same(state(folder), before)
+    assert metrics(folder)[-1]["step"] == 12  # each row is on the disk at once
     assert te.main(["--resume", str(path), "--max_steps", "12", "--quiet"]) == 0
     assert [row["step"] for row in metrics(folder)] == [*range(1, 13)]
 
