@@ -124,8 +124,13 @@ def compute_process(rewards: Tensor) -> Tensor:
 
 
 def rewards_to_go(rewards: Tensor) -> Tensor:
-    """G_t = sum_{s >= t} r_s over the last dimension, not discounted."""
-    return rewards.flip(-1).cumsum(-1).flip(-1)
+    """G_t = sum_{s >= t} r_s over the last dimension, not discounted; G_0 is the return R.
+
+    Summed in float64 (MPS has none): in float32 two texts with the same characters right, but at
+    other places, would differ by rounding, and a flat group would not be flat.
+    """
+    exact = rewards if rewards.device.type == "mps" else rewards.double()
+    return exact.flip(-1).cumsum(-1).flip(-1).to(rewards.dtype)
 
 
 def trajectory_log_weights(log_ratio: Tensor, how: str) -> Tensor:
@@ -304,7 +309,8 @@ def prepare_inputs(args: argparse.Namespace, batch: Batch) -> tuple[Tensor, Tens
     # differs: pairs
     process = args.supervision == "process"
     # outcome: the K texts, by R; process: the K characters at each step, by their rewards to go
-    scores = rewards_to_go(batch.rewards).transpose(1, 2) if process else batch.rewards.sum(dim=2)
+    to_go = rewards_to_go(batch.rewards)  # (B, K, L)
+    scores = to_go.transpose(1, 2) if process else to_go[..., 0]
     if args.normalize_returns:
         scores = (scores - scores.mean()) / (scores.std() + 1e-4)
     if args.adv_estimator == "group_norm":
@@ -461,7 +467,7 @@ class Trainer:
         check_finite(scores=scores, scaling=scaling)
         metrics = update_model(self, batch, scores, scaling)
         self.step += 1
-        returns = batch.rewards.sum(dim=2)  # (B, K)
+        returns = rewards_to_go(batch.rewards)[..., 0]  # (B, K)
         if args.adv_estimator != "group_norm":
             metrics["group/temperature"] = scaling.mean().item()
         return metrics | {
@@ -479,7 +485,8 @@ class Trainer:
         """The greedy text, and the best and the worst of the last batch."""
         found = {"greedy": self.log_probs().argmax(dim=1)}
         if self.last:
-            rows, returns = self.last.actions.flatten(0, 1), self.last.rewards.sum(dim=2).flatten()
+            rows = self.last.actions.flatten(0, 1)
+            returns = rewards_to_go(self.last.rewards)[..., 0].flatten()
             found |= {"best": rows[returns.argmax()], "worst": rows[returns.argmin()]}
         return {name: decode(actions, self.args.charset) for name, actions in found.items()}
 
@@ -529,8 +536,10 @@ def load_trajectories(path: str) -> dict[str, np.ndarray]:
     try:
         with np.load(path) as file:
             data = {name: file[name] for name in TRAJECTORIES}
-        shapes = {data[name].shape for name in TRAJECTORIES[:3]}
-        if len(shapes) > 1 or data["actions"].shape[1:] != (len(str(data["target"])),):
+        actions, shapes = data["actions"], {data[name].shape for name in TRAJECTORIES[:3]}
+        known = np.arange(len(str(data["charset"])))
+        fits = actions.dtype.kind == "i" and actions.shape[1:] == (len(str(data["target"])),)
+        if len(shapes) > 1 or not fits or not len(actions) or not np.isin(actions, known).all():
             raise ValueError(shapes)
     except Exception as error:  # numpy raises many kinds for a missing, damaged or foreign file
         reason = error.strerror if isinstance(error, OSError) else None
@@ -633,7 +642,7 @@ def train(args: argparse.Namespace) -> dict:
                 trainer.save_model(folder / f"checkpoint-{step:06d}.pt")
                 trainer.save_model(folder / "checkpoint-last.pt")
         trainer.save_model(folder / "checkpoint-last.pt")
-        if args.save_trajectories:
+        if trainer.saved:
             save_trajectories(args.save_trajectories, trainer.saved, args)
         if done:
             flags = {k: v for k, v in vars(args).items() if v is not None}
@@ -826,6 +835,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         for name, value in config.items():
             if name not in free and getattr(args, name) != value:
                 parser.error(f"argument --{name}: the checkpoint has {value}")
+        if args.infer:
+            args.offline = None
+        if args.offline:
+            try:
+                load_trajectories(args.offline)
+            except argparse.ArgumentTypeError as error:
+                parser.error(f"argument --offline: {error}")
         if args.resume:
             last = Path(args.resume).with_name("checkpoint-last.pt")
             done = saved["counters"][0]
@@ -908,7 +924,9 @@ def summary(result: dict, args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    # differs: one run
+    # differs: one run; prints Chinese
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Chinese
     args = parse_args(argv)
     try:
         if args.infer:

@@ -697,16 +697,20 @@ def test_the_seed_reaches_networks_starts_and_actions():
 
 
 @pytest.mark.parametrize("flags", [["--adv_estimator", "grpo"], ["--adv_estimator", "none"]])
-def test_resume_equals_never_stopping(flags, tmp_path):
+def test_resume_equals_never_stopping(flags, tmp_path, monkeypatch):
     assert cg.main(short(tmp_path, "whole", *flags)) == 0
     whole, half = tmp_path / cg.SCRIPT / "whole", tmp_path / cg.SCRIPT / "half"
     half.mkdir()
     first = sorted(whole.glob("checkpoint-0*.pt"))[0]
     shutil.copy(first, half)
     shutil.copy(whole / "metrics.jsonl", half)
-    assert cg.main(["--resume", str(half / first.name), "--quiet"]) == 0
+    done, real = [], cg.Trainer.update
+    with monkeypatch.context() as patch:
+        patch.setattr(cg.Trainer, "update", lambda t: done.append(1) or real(t))
+        assert cg.main(["--resume", str(half / first.name), "--quiet"]) == 0
     assert same(state(whole), state(half))
     early, late = state(half, first.name), state(half)
+    assert len(done) == late["counters"][1] - early["counters"][1]  # not all over again
     assert cg.FIRST_HORIZON < early["groups"][2] < late["groups"][2]
     assert all(0 < a < b for a, b in zip(early["groups"], late["groups"], strict=True))
     seconds = [cg.load_checkpoint(str(x))["counters"][2] for x in sorted(half.glob("*.pt"))]

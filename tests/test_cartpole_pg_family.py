@@ -874,15 +874,20 @@ def short(estimator: str, folder: Path, name: str, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     "estimator", ["ppo", "actor_critic", "nstep", "grpo", "baseline", "vanilla"]
 )
-def test_resume_equals_never_stopping(estimator, tmp_path):
+def test_resume_equals_never_stopping(estimator, tmp_path, monkeypatch):
     assert cp.main(short(estimator, tmp_path, "whole", "--anneal")) == 0
     whole, half = tmp_path / cp.SCRIPT / "whole", tmp_path / cp.SCRIPT / "half"
     half.mkdir()
     first = sorted(whole.glob("checkpoint-0*.pt"))[0]
     shutil.copy(first, half)
     shutil.copy(whole / "metrics.jsonl", half)
-    assert cp.main(["--resume", str(half / first.name), "--quiet"]) == 0
+    done, real = [], cp.Trainer.update
+    with monkeypatch.context() as patch:
+        patch.setattr(cp.Trainer, "update", lambda t: done.append(1) or real(t))
+        assert cp.main(["--resume", str(half / first.name), "--quiet"]) == 0
     assert same(state(whole), state(half))
+    early, late = state(half, first.name), state(half)
+    assert len(done) == late["counters"][1] - early["counters"][1]  # not all over again
     seconds = [cp.load_checkpoint(str(x))["counters"][2] for x in sorted(half.glob("*.pt"))]
     assert 0 < seconds[0] < seconds[-1]  # they add up over a resume
     assert metrics(whole) == metrics(half)  # the second part was logged anew, none twice

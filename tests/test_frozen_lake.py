@@ -812,15 +812,18 @@ SHORT += ["--save_steps", "3", "--eval_every", "2", "--eval_maps", "5"]
         ["--adv_estimator", "grpo", "--beta", "0.1", "--exploring_starts", "0.5"],
     ],
 )
-def test_resume_equals_never_stopping(flags, tmp_path):
+def test_resume_equals_never_stopping(flags, tmp_path, monkeypatch):
     common = [*SHORT, *flags, "--entropy_coef", "0.01", "--output_dir", str(tmp_path)]
     assert fl.main([*common, "--run_name", "whole"]) == 0
     whole = tmp_path / fl.SCRIPT / "whole"
     half = tmp_path / fl.SCRIPT / "half"
     shutil.copytree(whole, half)
     (half / "checkpoint-last.pt").unlink()
-    assert fl.main(["--resume", str(half / "checkpoint-000003.pt"), "--quiet"]) == 0
-    assert same(state(whole), state(half))
+    done, real = [], fl.Trainer.update
+    with monkeypatch.context() as patch:
+        patch.setattr(fl.Trainer, "update", lambda t: done.append(1) or real(t))
+        assert fl.main(["--resume", str(half / "checkpoint-000003.pt"), "--quiet"]) == 0
+    assert same(state(whole), state(half)) and len(done) == 3  # not all over again
     seconds = [
         fl.load_checkpoint(str(half / name))["counters"][2]
         for name in ("checkpoint-000003.pt", "checkpoint-last.pt")

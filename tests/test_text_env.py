@@ -768,9 +768,6 @@ def test_rows_of_an_update():
         assert told == expected.keys() | {"group/zero_std_frac"}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="float32 sums depend on the order: equal returns differ by 1e-7"
-)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_right_characters_at_other_places_are_the_same_return(estimator):
     """All texts have two right ones of five, at places of their own: a flat group."""
@@ -782,9 +779,6 @@ def test_right_characters_at_other_places_are_the_same_return(estimator):
     assert torch.equal(slope_at_pi_old(rewards, "--adv_estimator", estimator), 0 * rewards)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="float32 sums depend on the order: equal returns differ by 1e-7"
-)
 def test_zero_std_frac_counts_all_flat_groups(monkeypatch):
     right = torch.stack([torch.randperm(32) < 16 for _ in range(16)])
     rewards = torch.where(right, te.RIGHT, te.WRONG)
@@ -1219,7 +1213,6 @@ def test_interrupt_before_the_first_update_leaves_something_to_resume(
     assert same(state(path.parent)["parts"], state(tmp_path / te.SCRIPT / "b")["parts"])
 
 
-@pytest.mark.xfail(strict=True, reason="torch.cat of no batches")
 def test_interrupt_before_the_first_update_with_texts_to_save(tmp_path, monkeypatch):
     interrupt_before_the_first_update(monkeypatch)
     path = tmp_path / "texts.npz"
@@ -1674,9 +1667,6 @@ def test_the_message_of_sizes_is_true():
     assert te.divisors(7) == "what does: 7"
 
 
-@pytest.mark.xfail(
-    strict=True, raises=argparse.ArgumentTypeError, reason="the Trainer needs the offline file"
-)
 @pytest.mark.parametrize("how", ["resume", "infer"])
 def test_offline_checkpoint_without_its_file(how, tmp_path, data):
     """--infer needs no texts; --resume does, and should say so (exit 2), not end in a traceback."""
@@ -1693,7 +1683,6 @@ def test_offline_checkpoint_without_its_file(how, tmp_path, data):
     assert stopped.value.code == 2
 
 
-@pytest.mark.xfail(strict=True, reason="what the actions are is not looked at")
 @pytest.mark.parametrize("change", ["too large", "negative", "float"])
 def test_offline_actions_outside_the_alphabet(change, tmp_path, data):
     arrays, path = dict(np.load(data)), tmp_path / "bad.npz"
