@@ -313,10 +313,10 @@ MUSEUM = [
     ),
     Exhibit(
         "GAE cut one step off",
-        FL,
+        CP,
         "compute_gae",
         "DLR-RM/stable-baselines3 #105",
-        "test_frozen_lake::test_gae_is_the_discounted_sum_of_deltas",
+        "test_cartpole_pg_family::test_gae_in_loops",
         [
             (
                 "delta[:, t] + decay[:, t] * following",

@@ -313,8 +313,10 @@ def test_ascend_is_adam_on_the_exact_return(policy, monkeypatch):
 def test_ascend_stops_at_the_goal():
     args = make_args()
     lake, policy, inputs = po.make_policy(args)
-    po.ascend(policy, lake, inputs, args, 0.0)
-    assert not policy.theta.any()
+    value = po.exact_return(lake, policy(inputs).softmax(dim=1), 1.0, 100).item()
+    for goal in (0.0, value):
+        po.ascend(policy, lake, inputs, args, goal)
+        assert not policy.theta.any()
     last = 0.0139
     for goal in (0.2, 0.37, 0.6):
         po.ascend(policy, lake, inputs, args, goal)
@@ -797,6 +799,21 @@ def test_learned_values_in_loops(few):
         s, z = few.batch.cells[n, t], few.batch.next_cells[n, t]
         assert abs(few.x.learned[n, t] - tensor[n // 12 - 1, s]) < 1e-13
         assert abs(few.x.next_learned[n, t] - tensor[n // 12 - 1, z]) < 1e-13
+
+
+def test_nothing_after_an_end_counts(few):
+    """One more column of junk behind all episodes: the same gradients."""
+    cells = {"cells": 1, "actions": 2, "next_cells": 3}
+    fields = [f.name for f in dataclasses.fields(few.batch)]
+    rows = {k: F.pad(getattr(few.batch, k), (0, 1), value=cells.get(k, 0)) for k in fields}
+    names = ("logp_old", "log_ref", "values", "next_values", "learned", "next_learned")
+    wide = {k: F.pad(getattr(few.x, k), (0, 1), value=-7.0) for k in names}
+    x = dataclasses.replace(few.x, batch=po.Batch(**rows), **wide)
+    for name in po.ESTIMATORS:
+        close(po.gradients(name, x, few.logits, few.args), few.gradients(name), 1e-13)
+    returns = po.compute_reinforce(few.batch.rewards, 0.9)
+    learned = po.learn_values(few.batch, returns, 12, 20)
+    close(po.learn_values(x.batch, F.pad(returns, (0, 1), value=5.0), 12, 20), learned)
 
 
 def loop_phi(case, name: str) -> list[list[float]]:
@@ -1590,7 +1607,11 @@ def test_ctrl_c(at, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(po, at, stopping)
     flags = [*SHORT, "--quiet", "--estimators", "rloo", "--output_dir", str(tmp_path)]
-    assert po.main(flags) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        assert po.main(flags) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     out, err = capsys.readouterr()
     assert err == "stopped\n" and not out
     (run,) = (tmp_path / "policy_gradient_oracle").iterdir()
