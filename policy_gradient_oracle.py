@@ -8,7 +8,7 @@
 """The policy gradient, exact, and what every estimator makes of it: bias and noise, measured.
 
 Article: 07_Reinforcement_Learning (马尔可夫决策过程, 价值函数, 策略梯度法), and the other three
-Run:     python policy_gradient_oracle.py                 (TIME)
+Run:     python policy_gradient_oracle.py                 (about 40 s)
          prints one row an estimator: its scale along the true gradient, its share off it, its noise
          python policy_gradient_oracle.py --show values   V, Q, A of a policy, V*, Q*, on the map
 Watch:   tensorboard --logdir runs
@@ -20,8 +20,8 @@ the same ones, and its mean and its scatter are held against that truth, with st
 Keeps:   the estimators of the other scripts, the same functions to the letter.
 Changes: nothing is trained but by the exact gradient; one map; episodes, not parallel steps.
 Gamma:   the gradient of a discounted J weighs the return from step t on by gamma^t. Estimators in
-         use leave that out: below --gamma 1 all but vanilla and the groups are biased, by as much
-         as the table shows.
+         use leave that out: below --gamma 1 all but vanilla, rloo and grpo:none are biased, by as
+         much as the table shows.
 
 symbol   | variable  | shape     | meaning
 theta    | logits    | (S, 4)    | of a tabular softmax policy, S cells; or a CNN's outputs
@@ -377,8 +377,8 @@ def ascend(
 ) -> None:
     """Adam on the exact J until it reaches goal.
 
-    On slippery ice a CNN needs an entropy bonus even so: without it every cell takes the same
-    action in the end (J 0.08), though no gradient has any noise.
+    On slippery ice a CNN needs an entropy bonus even so: without it all cells take one action in
+    the end, though no gradient has any noise.
     """
     rate, bonus = (0.1, 0.0) if args.policy == "tabular" else (1e-3, 0.05)
     optimizer = torch.optim.Adam(policy.parameters(), lr=rate)
@@ -504,8 +504,8 @@ def compute_phi(name: str, x: Sample, args: argparse.Namespace) -> Tensor:
     """(N, T) the weight Phi_t of grad log pi, by the other scripts' functions."""
     batch, gamma = x.batch, args.gamma
     returns = compute_reinforce(batch.rewards, gamma)
-    name, _, critic = name.partition(":")
-    inputs = td_inputs(x, critic == "learned")
+    name, _, variant = name.partition(":")
+    inputs = td_inputs(x, variant == "learned")
     if name == "vanilla":
         return compute_vanilla(batch.rewards, gamma)
     if name == "reinforce":
@@ -529,10 +529,10 @@ def compute_phi(name: str, x: Sample, args: argparse.Namespace) -> Tensor:
     scores = x.scores(gamma)  # (M * B, G)
     if name == "rloo":
         advantages = compute_rloo(scores)
-    elif critic == "batch":
-        advantages = torch.cat([compute_grpo(s, critic) for s in scores.chunk(x.num)])
+    elif variant == "batch":
+        advantages = torch.cat([compute_grpo(s, variant) for s in scores.chunk(x.num)])
     else:
-        advantages = compute_grpo(scores, critic or "none")
+        advantages = compute_grpo(scores, variant or "none")
     return advantages.view(-1, 1).expand_as(returns)
 
 
@@ -543,10 +543,17 @@ def objective(name: str, x: Sample, logp: Tensor, args: argparse.Namespace) -> T
     """(M,) what an estimator maximises in each batch, as a function of logp (N, T)."""
     mask = x.batch.mask
     kind, _, detail = name.partition(":")
-    if kind == "pairwise":  # R is 0 or 1; T = 1; the true trajectory weight
-        log_weights = ((logp - x.logp_old) * mask).sum(dim=1).view(x.shape)
-        one = torch.ones(1, dtype=logp.dtype)
-        return -PAIRS[detail](log_weights, x.scores(args.gamma), one).view(x.num, -1).mean(dim=1)
+    if kind == "pairwise":  # R is 0 or 1; T = 1
+        form, _, mean = detail.partition("_")
+        log_ratio = logp - x.logp_old
+        if mean:  # the article's weight: log of the mean ratio of the episode's own steps
+            log_weights = log_ratio.masked_fill(~mask, -math.inf).logsumexp(dim=1)
+            log_weights = log_weights - mask.sum(dim=1).log()
+        else:  # the true one: the product of the ratios
+            log_weights = (log_ratio * mask).sum(dim=1)
+        one, scores = torch.ones(1, dtype=logp.dtype), x.scores(args.gamma)
+        loss = PAIRS[form](log_weights.view(x.shape), scores, one)  # (M * B,)
+        return -loss.view(x.num, -1).mean(dim=1)
     if kind == "loss_type":
         per_step = compute_phi("grpo", x, args) * logp
         parts = zip(x.split(per_step), x.split(mask), strict=True)
@@ -590,7 +597,7 @@ PLAIN = ["vanilla", "reinforce", "trajectory_mean", "batch_time_mean", "value", 
 CRITICS = [f"{k}{v}" for k in ("actor_critic", "nstep", "gae") for v in ("", ":learned")]
 GROUPS = ["grpo:group", "grpo:batch", "grpo:none", "rloo"]
 LOSSES = ["loss_type:bnpo", "loss_type:grpo", "loss_type:dr_grpo"]
-PAIRWISE = ["pairwise:linear", "pairwise:logistic"]
+PAIRWISE = [f"pairwise:{form}{w}" for form in ("linear", "logistic") for w in ("", "_mean")]
 KL = [f"{k}:{where}" for where in ("loss", "reward") for k in ("k1", "k2", "k3")]
 ESTIMATORS = [*PLAIN, *CRITICS, "ppo", *GROUPS, *LOSSES, *PAIRWISE, *KL]
 
@@ -598,11 +605,16 @@ ESTIMATORS = [*PLAIN, *CRITICS, "ppo", *GROUPS, *LOSSES, *PAIRWISE, *KL]
 # ======== 6  Statistics: scale, direction and noise, each with its standard error =================
 
 
+NAMES = ("scale", "off2", "noise", "cosine")
+
+
 def describe(samples: Tensor, truth: Tensor, blocks: int = 50) -> dict[str, float]:
-    """Of gradients (M, D) against the true one (D,): see measures(); *_se by a block jackknife."""
+    """Of gradients (M, D) against the true one (D,): see measures(); *_se by a block jackknife.
+
+    off is the root of off2, a sine; its error comes from that of off2, for a root has none at 0.
+    """
     blocks = min(blocks, len(samples))
-    unit = truth / truth.norm()
-    along = samples @ unit  # (M,)
+    along = samples @ (truth / truth.norm())  # (M,)
     cosine = along / samples.norm(dim=1).clamp(min=1e-300)
     columns = torch.stack([samples.square().sum(dim=1), along.square(), cosine], dim=1)  # (M, 3)
     total, sums = samples.sum(dim=0), columns.sum(dim=0)
@@ -612,28 +624,27 @@ def describe(samples: Tensor, truth: Tensor, blocks: int = 50) -> dict[str, floa
         without.append(measures(number, total - s.sum(dim=0), sums - c.sum(dim=0), truth))
     left_out = torch.stack(without)  # (blocks, 4)
     error = ((left_out - left_out.mean(dim=0)).square().mean(dim=0) * (blocks - 1)).sqrt()
-    names = ("scale", "off", "noise", "cosine")
-    return dict(zip(names, found.tolist(), strict=True)) | {
-        f"{name}_se": value for name, value in zip(names, error.tolist(), strict=True)
-    }
+    row = dict(zip(NAMES, found.tolist(), strict=True))
+    row |= {f"{name}_se": value for name, value in zip(NAMES, error.tolist(), strict=True)}
+    row["off"] = max(row["off2"], 0.0) ** 0.5
+    row["off_se"] = row["off2_se"] / (2 * max(row["off"], row["off2_se"] ** 0.5, 1e-300))
+    return row
 
 
 def measures(number: int, total: Tensor, columns: Tensor, truth: Tensor) -> Tensor:
     """(4,) from sums over M gradients g: of g (D,), and of |g|^2, (g . u)^2, cos(g, true g)."""
-    unit = truth / truth.norm()
     squares, along, cosine = columns
-    along_total = total @ unit
+    along_total = total @ (truth / truth.norm())
     # the square of a mean, free of the noise in it: E[x]^2 = (sum(x)^2 - sum(x^2)) / (M (M - 1))
     pairs = number * (number - 1)
-    signal = ((total @ total - squares) / pairs).clamp(min=0)
-    signal_along = ((along_total**2 - along) / pairs).clamp(min=0)
-    off = (signal - signal_along) / signal.clamp(min=1e-300)  # below 0: less than the noise in it
+    signal = ((total @ total - squares) / pairs).clamp(min=1e-300)
+    off = signal - (along_total**2 - along) / pairs  # below 0: less than the noise in it
     variance = (squares / number - signal).clamp(min=0)
     return torch.stack(
         [
             along_total / number / truth.norm(),  # scale: 1 for an unbiased estimator
-            off.sign() * off.abs().sqrt(),  # off: sine of the angle of its mean to the truth
-            (variance / signal.clamp(min=1e-300)).sqrt(),  # noise to signal, of one batch
+            off / signal,  # off2: squared sine of the angle of its mean to the truth
+            (variance / signal).sqrt(),  # noise to signal, of one batch
             cosine / number,  # mean cosine of one batch with the truth
         ]
     )
@@ -692,9 +703,9 @@ def measure(lake: Lake, policy: nn.Module, inputs: Tensor, args: argparse.Namesp
     of_return, of_kl = true_gradients(lake, logits, args)
     generator = torch.Generator().manual_seed(args.seed)
     found: dict[str, list[Tensor]] = {name: [] for name in args.estimators}
-    flat, left = [], args.batches
-    while left:
-        num = min(CHUNK, left)
+    flat = []
+    for part in range(chunks := -(-args.batches // CHUNK)):  # of equal size, never a single batch
+        num = args.batches * (part + 1) // chunks - args.batches * part // chunks
         episodes = num * args.num_groups * args.group_size
         horizon = args.max_episode_steps
         batch = sample_batch(lake, log_probs.exp(), episodes, horizon, generator)
@@ -702,11 +713,11 @@ def measure(lake: Lake, policy: nn.Module, inputs: Tensor, args: argparse.Namesp
         for name in args.estimators:
             found[name].append(gradients(name, x, logits, args) @ root)
         flat.append(flat_groups(x.scores(args.gamma)).double())
-        left -= num
         bar.update(num)
     share = torch.cat(flat)
     return {
         "return": exact_return(lake, log_probs.exp(), args.gamma, args.max_episode_steps).item(),
+        "success": exact_return(lake, log_probs.exp(), 1.0, args.max_episode_steps).item(),
         "gradient_norm": (of_return @ root).norm().item(),
         "flat": share.mean().item(),
         "flat_se": (share.std() / len(share) ** 0.5).item(),
@@ -723,6 +734,10 @@ def run(args: argparse.Namespace) -> dict:
     torch.set_num_threads(args.threads or torch.get_num_threads())
     lake, policy, inputs = make_policy(args)
     best = optimal_values(lake, args.gamma, args.max_episode_steps)[0][lake.start].item()
+    if best == 0:
+        reachable = optimal_values(lake, 1.0)[0][lake.start] > 0
+        flag = "gamma" if args.gamma == 0 else "max_episode_steps" if reachable else "map"
+        raise ValueError(f"argument --{flag}: no reward can be had, so there is no gradient")
     folder = new_folder(Path(args.output_dir) / SCRIPT, args.run_name)
     writer, rows = open_run(folder, args, 0)
     results: dict = {"best": best, "points": {}, "run_dir": str(folder)}
@@ -758,15 +773,18 @@ def add_figures(writer, points: dict, args: argparse.Namespace) -> None:
         axes = figure.subplots()
         for name, row in found["estimators"].items():
             if name not in KL:
-                axes.semilogy(max(row["off"], 0.0), row["noise"], "o")
-                axes.annotate(name, (max(row["off"], 0.0), row["noise"]), fontsize=8)
-        axes.set(xlabel="share off the true direction", ylabel="noise to signal of one batch")
+                axes.semilogy(row["off"], row["noise"], "o")
+                axes.annotate(name, (row["off"], row["noise"]), fontsize=8)
+        axes.set(
+            xlabel="off: sine of the angle of its mean to the truth",
+            ylabel="noise to signal of one batch",
+        )
         writer.add_figure(f"bias_and_noise/{point}", figure)
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes, j = figure.subplots(), torch.linspace(0, 1, 101)
     axes.plot(j, (1 - j) ** args.group_size + j**args.group_size, label="(1 - J)^G + J^G")
-    axes.plot([p["return"] for p in points.values()], [p["flat"] for p in points.values()], "o")
-    axes.set(xlabel="J", ylabel="share of flat groups")
+    axes.plot([p["success"] for p in points.values()], [p["flat"] for p in points.values()], "o")
+    axes.set(xlabel="J, not discounted", ylabel="share of flat groups")
     axes.legend()
     writer.add_figure("flat_groups", figure)
 
@@ -774,20 +792,23 @@ def add_figures(writer, points: dict, args: argparse.Namespace) -> None:
 COLUMNS = {"scale": 3, "off": 2, "noise": 2, "cosine": 3}
 
 
+def cell(row: dict[str, float], key: str, batches: int) -> str:
+    """A number and its error. -: the mean is lost in noise. <: 0 is not ruled out."""
+    if key in ("off", "noise") and not 0 < row["noise"] < 0.5 * batches**0.5:
+        return "-"
+    if key == "off" and row["off2"] < 2 * row["off2_se"]:
+        return f"< {math.sqrt(max(row['off2'], 0) + 2 * row['off2_se']):.2f}"
+    return f"{row[key]:.{COLUMNS[key]}f} ± {row[f'{key}_se']:.{COLUMNS[key]}f}"
+
+
 def markdown(point: str, found: dict, best: float, batches: int) -> str:
-    """The table of one policy; no direction where the mean of all batches is lost in its noise."""
+    """The table of one policy."""
     lines = [f"{point}: J {found['return']:.4f} of {best:.4f}, flat groups {found['flat']:.1%}", ""]
     head = [f"{'estimator':22}", *(f"{name:>15}" for name in COLUMNS)]
     lines += ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     for name, row in found["estimators"].items():
-        lost = not 0 < row["noise"] < 0.5 * batches**0.5
-        cells = [
-            "-"
-            if lost and key in ("off", "noise")
-            else f"{row[key]:.{digits}f} ± {row[f'{key}_se']:.{digits}f}"
-            for key, digits in COLUMNS.items()
-        ]
-        lines.append(f"| {name:22} | " + " | ".join(f"{c:>15}" for c in cells) + " |")
+        cells = [f"{cell(row, key, batches):>15}" for key in COLUMNS]
+        lines.append(f"| {name:22} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -882,6 +903,7 @@ def number(kind: type, low: float, high: float = math.inf):
 
 def lake_map(text: str) -> str:
     """An argparse type: random, the name of one of gymnasium's maps, or rows joined by /."""
+    # differs: a table takes any size
     if text == "random" or text in MAPS:
         return "/".join(MAPS.get(text, [text]))
     rows = text.upper().split("/")
@@ -892,8 +914,6 @@ def lake_map(text: str) -> str:
         problem = f"the rows have {[len(row) for row in rows]} cells; make them equally long"
     elif tiles.count("S") != 1 or "G" not in tiles:
         problem = "a map has one S and at least one G"
-    elif len(rows) < 4 or len(rows[0]) < 4:
-        problem = "4x4 is the least, the network pools twice"
     else:
         return "/".join(rows)
     raise argparse.ArgumentTypeError(f"{text}: {problem}")
@@ -926,21 +946,24 @@ def build_parser() -> argparse.ArgumentParser:
          help="gymnasium's 4x4 or 8x8, random, or your own rows: SFFF/FHFH/FFFH/HFFG")
     flag("--frozen_lake_slippery", **switch | {"default": True},
          help="slip sideways two times of three")
-    flag("--max_episode_steps", type=positive, default=100, help="H, the step limit")
+    flag("--max_episode_steps", type=number(int, 1, 10_000), default=100,
+         help="H, the step limit, 10..1000")
     flag("--policy", choices=["tabular", "cnn"], default="tabular",
          help="softmax of a table, or of the CNN of frozen_lake_ppo_grpo.py")
     flag("--points", nargs="+", choices=[*POINTS], default=[*POINTS],
          help="where: as it starts (a table: uniform), at 50 %% of the best, at 90 %%")
 
     flag = parser.add_argument_group("estimators").add_argument
-    flag("--num_groups", type=positive, default=8, help="B, groups of a batch")
-    flag("--group_size", type=number(int, 2), default=8, help="G, episodes of a group")
-    flag("--gamma", type=unit, default=1.0, help="discount; see the top of the file")
-    flag("--lam", type=unit, default=0.95, help="lambda of gae and ppo")
-    flag("--n_steps", type=positive, default=5, help="n of nstep")
-    flag("--clip_epsilon", type=number(float, 0), default=0.2, help="of ppo")
-    flag("--update_epochs", type=positive, default=4, help="gradient steps of ppo on a batch")
-    flag("--inner_rate", type=number(float, 1e-9), default=2.0, help="learning rate of these steps")
+    flag("--num_groups", type=positive, default=8, help="B, groups of a batch, 1..64")
+    flag("--group_size", type=number(int, 2), default=8, help="G, episodes of a group, 2..64")
+    flag("--gamma", type=unit, default=1.0, help="discount, 0.9..1; see the top of the file")
+    flag("--lam", type=unit, default=0.95, help="lambda of gae and ppo: 0 TD, 1 Monte Carlo")
+    flag("--n_steps", type=positive, default=5, help="n of nstep, 1..100")
+    flag("--clip_epsilon", type=number(float, 0), default=0.2,
+         help="epsilon of ppo, 0.1..0.3; inf: no clip")
+    flag("--update_epochs", type=positive, default=4, help="K, gradient steps of ppo, 1..10")
+    flag("--inner_rate", type=number(float, 1e-9, 1e6), default=2.0,
+         help="learning rate of these steps, 0.1..10")
     # fmt: on
     return parser
 
@@ -958,10 +981,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         chosen += found
     args.estimators = list(dict.fromkeys(chosen))
     if "ppo" in args.estimators and args.policy == "cnn":
-        if given := args.estimators != ESTIMATORS:
+        if args.estimators != ESTIMATORS:
             parser.error("argument --estimators: ppo's inner steps need --policy tabular")
         args.estimators.remove("ppo")
-    name = "random" if args.map == "random" else "x".join(map(str, map_size(args.map)))
+    rows = args.map.split("/")
+    name = "random" if args.map == "random" else f"{len(rows)}x{len(rows[0])}"
+    if args.policy == "cnn" and args.map != "random" and min(len(rows), len(rows[0])) < 4:
+        parser.error("argument --map: the cnn pools twice, 4x4 is the least")
     if args.map == "random":
         args.map = "/".join(generate_random_map(4, seed=args.seed))
     args.points = [point for point in POINTS if point in args.points]  # J only rises
@@ -970,12 +996,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.run_name in ("", "..") or Path(args.run_name).name != args.run_name:
         parser.error("argument --run_name: give the name of one folder, not a path")
     return args
-
-
-def map_size(text: str) -> tuple[int, int]:
-    """Rows and columns of a map."""
-    rows = text.split("/")
-    return len(rows), len(rows[0])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -993,7 +1013,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     if not args.quiet:
         for point, found in results["points"].items():
             print(markdown(point, found, results["best"], args.batches), end="\n\n")

@@ -70,7 +70,8 @@ def pairwise_linear(log_weights: Tensor, scores: Tensor, temperature: Tensor) ->
     """The article's loss as printed (3.2), to be minimised: (..., K) -> (...).
 
     log sigma(-x) = log sigma(x) - x, so the two orders of a pair leave -dR/T * dw and no sigmoid:
-    REINFORCE with the others' mean as baseline, divided by T (erratum 16). Unbounded in dR and dw.
+    REINFORCE with the others' mean as baseline, divided by T (erratum 16), and by the text's length
+    where w is of the mean ratio. Unbounded in dR and dw.
     """
     assert log_weights.shape == scores.shape
     # L = mean_{i != j} -log sigma((R_i - R_j) / T) * (w_i - w_j)
@@ -685,8 +686,11 @@ def infer(args: argparse.Namespace) -> None:
         total += reward
         print(env.render())
     result = evaluate(trainer.log_probs(), trainer.target)
-    print(text_line(info["generated"], args), f" return: {total:.2f}")
-    print(", ".join(f"{name[5:]} {value:.4f}" for name, value in result.items()))
+    print(f"{text_line(info['generated'], args)}, return {total:.2f}")
+    print(
+        f"expected return, before --reward_scale: {result['eval/expected_return']:.2f} of "
+        f"{len(args.target)}; {result['eval/match_probability']:.1%} of samples match"
+    )
     batch = sample_batch(trainer.log_probs(), trainer.target, 3, 1.0, trainer.generator)
     print("samples:", ", ".join(repr(decode(row, args.charset)) for row in batch.actions))
 
@@ -741,14 +745,14 @@ def trajectories_path(text: str) -> str:
 
 def temperature(text: str) -> str | float:
     """An argparse type: auto, or a number above 0."""
-    return text if text == "auto" else number(float, 1e-6)(text)
+    return text if text == "auto" else number(float, 1e-6, 1e6)(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
     about, formatter = (__doc__ or "").splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
     # differs: flags of texts
-    natural, positive, real = number(int, 0), number(int, 1), number(float, 0)
+    natural, positive, real = number(int, 0), number(int, 1), number(float, 0, 1e6)
     switch: dict = {"action": argparse.BooleanOptionalAction, "default": False}
 
     # fmt: off
@@ -775,13 +779,14 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--quiet", **switch, help="no progress bar, no summary")
 
     flag = parser.add_argument_group("environment").add_argument
-    flag("--target", "--target_template", help="the text to find; None: of the language, see below")
+    flag("--target", "--target_template", help="the text to find; None: as named at --language")
     flag("--language", choices=[*CHARSETS, "custom"], default="english",
          help="alphabet: a-z (hello), 0-9 (12345), 3,755 common characters (你好世界), --charset")
     flag("--charset", help="the characters of --language custom")
     flag("--observation", choices=["onehot", "scalar"], default="onehot",
          help="the position, or the article's step / len, where neighbours look alike")
-    flag("--reward_scale", type=number(float, 1e-6), default=1.0, help="factor of all rewards")
+    flag("--reward_scale", type=number(float, 1e-6, 1e6), default=1.0,
+         help="factor of all rewards, 0.1..100")
 
     flag = parser.add_argument_group("algorithm").add_argument
     flag("--adv_estimator", choices=["pairwise_logistic", "pairwise_linear", "group_norm"],
@@ -790,16 +795,16 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--num_trajectories", type=positive, default=128, help="texts an update, 8..512")
     flag("--group_size", type=number(int, 2), default=8, help="K, texts compared, 2..32")
     flag("--temperature", type=temperature, default="auto",
-         help="T, unit of score differences; auto: std of each group; pairwise only")
+         help="T, unit of score differences, 0.01..10; auto: std of each group; pairwise only")
     flag("--trajectory_weight", choices=["mean", "sum"], default="mean",
          help="w, log of the mean ratio (the article), or the sum of log-ratios; pairwise only")
     flag("--supervision", choices=["outcome", "process"], default="outcome",
          help="compare whole texts, or at each step what follows")
     flag("--normalize_returns", **switch,
-         help="scores to mean 0 and std 1 over the batch; pairwise only")
+         help="scores to mean 0 and std 1 over the batch; pairwise with a number as T only")
     flag("--num_updates_per_batch", type=positive, default=1,
          help="gradient steps on a batch, 1..8; with 1 the ratio is 1 and the clip never acts")
-    flag("--clip_epsilon", type=real, default=0.2,
+    flag("--clip_epsilon", type=number(float, 0), default=0.2,
          help="epsilon of the clip of group_norm and --hybrid_coef, 0.1..0.3; inf: no clip")
     flag("--learning_rate", type=number(float, 0, 1), default=3e-3, help="of Adam, 1e-3..1e-2")
     flag("--entropy_coef", type=real, default=0.02, help="weight of the entropy bonus, 0..0.05")
@@ -807,7 +812,7 @@ def build_parser() -> argparse.ArgumentParser:
          help="weight of a policy term with a critic's V(s) as baseline (Hybrid-GRPO), 0..1")
     flag("--max_grad_norm", type=number(float, 1e-6), default=0.5,
          help="clips the gradient, 0.1..1; inf: no clipping")
-    flag("--hidden_size", type=number(int, 1, 4096), default=64, help="units of both hidden layers")
+    flag("--hidden_size", type=number(int, 1, 4096), default=64, help="units of both hidden layers, 16..256")
     # fmt: on
     return parser
 
@@ -833,8 +838,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --{flag}: was written by another version of {SCRIPT}.py")
         args = parser.parse_args(argv, argparse.Namespace(**config))  # what is given, on top
         for name, value in config.items():
-            if name not in free and getattr(args, name) != value:
+            if name not in free | {"save_trajectories"} and getattr(args, name) != value:
                 parser.error(f"argument --{name}: the checkpoint has {value}")
+        if args.resume and args.save_trajectories:
+            parser.error(
+                "argument --save_trajectories: not with --resume, which lacks the first part"
+            )
         if args.infer:
             args.offline = None
         if args.offline:
@@ -867,6 +876,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         given = getattr(args, name) != parser.get_default(name)
         if given and args.adv_estimator == "group_norm":
             parser.error(f"argument --{name}: not for group_norm")
+    if args.normalize_returns and args.temperature == "auto":
+        parser.error("argument --normalize_returns: give a number as --temperature; auto undoes it")
     if args.trajectory_weight == "sum" and args.supervision == "process":
         parser.error("argument --trajectory_weight: process compares single steps")
     if args.offline:

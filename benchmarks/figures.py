@@ -62,14 +62,14 @@ def bias_and_noise(path: Path) -> None:
     for axes, point, more in zip(both, ("start", "half"), ([], ["ppo"]), strict=True):
         shown = [r for r in rows if r["point"] == point and r["estimator"] in names + more]
         for row in shown:
-            x = max(row["off"], 0.0)
+            x = row["off"]
             axes.errorbar(x, row["noise"], xerr=row["off_se"], fmt="o", color="C0", ecolor="0.8")
             axes.annotate(
                 row["estimator"], (x, row["noise"]), (6, 4), textcoords="offset points", fontsize=9
             )
         axes.set(title=f"{point}, J {shown[0]['return']:.3f}", xlim=(-0.05, 0.45))
         axes.set_ylim(0, 1.15 * max(row["noise"] for row in shown))
-        axes.set_xlabel("share of the mean off the true direction")
+        axes.set_xlabel("off: sine of the angle of the mean to the truth")
         axes.spines[["top", "right"]].set_visible(False)
     both[0].set_ylabel("noise to signal of one batch")
     figure.savefig(path, dpi=100, metadata={"Software": None})

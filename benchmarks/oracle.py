@@ -48,7 +48,7 @@ def part_cnn() -> list[dict]:
 
 
 def part_gamma() -> list[dict]:
-    names = "vanilla reinforce trajectory_mean value actor_critic gae grpo:none"
+    names = "vanilla reinforce trajectory_mean value actor_critic gae grpo:none grpo:group rloo"
     return measure(f"--gamma 0.9 --batches 2000 --estimators {names}")
 
 
@@ -104,12 +104,7 @@ def part_collapse() -> list[dict]:
 PARTS = {name[5:]: part for name, part in list(globals().items()) if name.startswith("part_")}
 
 
-def pm(row: dict, key: str, digits: int) -> str:
-    lost = key in ("off", "noise") and not 0 < row["noise"] < 0.5 * row["batches"] ** 0.5
-    return "-" if lost else f"{row[key]:.{digits}f} ± {row[f'{key}_se']:.{digits}f}"
-
-
-def by_point(key: str, digits: int):
+def by_point(key: str):
     """One number of every estimator, a column for each policy."""
 
     def make(rows: list[dict]) -> str:
@@ -117,7 +112,7 @@ def by_point(key: str, digits: int):
         points = list(dict.fromkeys(row["point"] for row in rows))
         at = {row["point"]: f"{row['point']}, J {row['return']:.3f}" for row in rows}
         body = [
-            [f"`{name}`", *(pm(row, key, digits) for row in some)]
+            [f"`{name}`", *(oracle.cell(row, key, row["batches"]) for row in some)]
             for (name,), some in found.items()
         ]
         return table(["estimator", *(at[point] for point in points)], body)
@@ -128,8 +123,13 @@ def by_point(key: str, digits: int):
 def table_gamma(rows: list[dict]) -> str:
     header = ["estimator", "policy", "scale", "off", "noise"]
     body = [
-        [f"`{row['estimator']}`", row["point"], pm(row, "scale", 3), pm(row, "off", 2)]
-        + [pm(row, "noise", 2)]
+        [
+            f"`{row['estimator']}`",
+            row["point"],
+            oracle.cell(row, "scale", row["batches"]),
+            oracle.cell(row, "off", row["batches"]),
+        ]
+        + [oracle.cell(row, "noise", row["batches"])]
         for row in sorted(rows, key=lambda row: row["estimator"])
         if row["point"] != "trained"
     ]
@@ -147,8 +147,14 @@ def table_flat(rows: list[dict]) -> str:
 
 def table_inner(rows: list[dict]) -> str:
     body = [
-        [str(row["epochs"]), row["clip"], row["point"], pm(row, "scale", 3), pm(row, "off", 2)]
-        + [pm(row, "noise", 2), pm(row, "cosine", 3)]
+        [
+            str(row["epochs"]),
+            row["clip"],
+            row["point"],
+            oracle.cell(row, "scale", row["batches"]),
+            oracle.cell(row, "off", row["batches"]),
+        ]
+        + [oracle.cell(row, "noise", row["batches"]), oracle.cell(row, "cosine", row["batches"])]
         for row in rows
     ]
     return table(["gradient steps", "clip", "policy", "scale", "off", "noise", "cosine"], body)
@@ -165,12 +171,12 @@ def table_collapse(rows: list[dict]) -> str:
 
 
 TABLES = {
-    "oracle_scale": (["default"], by_point("scale", 3)),
-    "oracle_off": (["default"], by_point("off", 2)),
-    "oracle_noise": (["default"], by_point("noise", 2)),
-    "oracle_cosine": (["default"], by_point("cosine", 3)),
-    "oracle_cnn": (["cnn"], by_point("scale", 3)),
-    "oracle_cnn_off": (["cnn"], by_point("off", 2)),
+    "oracle_scale": (["default"], by_point("scale")),
+    "oracle_off": (["default"], by_point("off")),
+    "oracle_noise": (["default"], by_point("noise")),
+    "oracle_cosine": (["default"], by_point("cosine")),
+    "oracle_cnn": (["cnn"], by_point("scale")),
+    "oracle_cnn_off": (["cnn"], by_point("off")),
     "oracle_gamma": (["gamma"], table_gamma),
     "oracle_flat": (["flat"], table_flat),
     "oracle_inner": (["inner"], table_inner),

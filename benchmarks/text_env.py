@@ -151,6 +151,14 @@ def part_balance() -> list[dict]:
     return grid(lines, ("line", "form", "bonus"))
 
 
+def part_normalize() -> list[dict]:
+    flags = {"as they are": "--no-normalize_returns", "normalised": "--normalize_returns"}
+    rows = []
+    for name, flag in flags.items():
+        rows += [r | {"line": name} for r in sweep([flag], "--temperature 0.3 {}", FORMS[:2])]
+    return rows
+
+
 def part_observation() -> list[dict]:
     lines = {
         (f"{kind}, entropy bonus {coef}", form): f"--adv_estimator {form} --observation {kind} "
@@ -387,6 +395,7 @@ TABLES = {
     "text_group": (["group"], table_lines("group size")),
     "text_weight": (["weight"], table_lines("trajectory weight")),
     "text_balance": (["balance"], table_balance),
+    "text_normalize": (["normalize"], table_lines("returns")),
     "text_observation": (["observation"], table_lines("observation")),
     "text_language": (["language"], table_lines("alphabet")),
     "text_supervision": (["supervision"], table_lines("supervision")),

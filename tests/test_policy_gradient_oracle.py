@@ -1169,6 +1169,18 @@ def test_description_against_loops(number, dim):
         assert row[f"{key}_se"] == pytest.approx(error**0.5, rel=1e-8), key
 
 
+def test_description_of_short_series():
+    """A square of a mean, free of noise, may come out below 0; the share off has its sign."""
+    signs, truth = set(), torch.tensor([1.0, 0.5, 0.0], dtype=F64)
+    for seed in range(12):
+        torch.manual_seed(seed)
+        samples = 0.3 * truth + torch.randn(10, 3, dtype=F64)
+        row, expected = po.describe(samples, truth), slow_measures(samples, truth)
+        assert [row[key] for key in KEYS] == pytest.approx(expected, rel=1e-8)
+        signs.add((row["off"] > 0) - (row["off"] < 0) if row["noise"] < 1e9 else 2)
+    assert signs == {-1, 1, 2}
+
+
 @pytest.mark.parametrize("correlated", [False, True])
 def test_description_of_known_gaussians(correlated):
     """Scatter over 200 repetitions: centred on the known values, errors right within 25 %."""
@@ -1255,6 +1267,7 @@ def test_measure_describes_every_batch(policy, monkeypatch):
     names = ["reinforce", "rloo", "k1:reward"]
     flags = ["--estimators", *names, "--batches", "120", "--gamma", "0.9", "--seed", "5"]
     flags += ["--num_groups", "2", "--group_size", "3", "--max_episode_steps", "20"]
+    flags += ["--map", "SGFF/GFHF/FFFF/FFFH"]  # many groups win as one
     args = make_args("--policy", policy, *flags)
     lake, net, inputs = po.make_policy(args)
     if policy == "tabular":
@@ -1280,6 +1293,7 @@ def test_measure_describes_every_batch(policy, monkeypatch):
         assert torch.equal(truth, (of_kl if name == "k1:reward" else of_return) @ root)
         assert found["estimators"][name] == real(g, truth)
     share = torch.cat(flat)
+    assert (share[-40:].bool() & (x.scores(0.9) > 0).all(dim=1)).any()
     assert len(share) == 240 and found["flat"] == pytest.approx(share.mean().item())
     p = found["flat"]
     assert found["flat_se"] == pytest.approx((p * (1 - p) / 239) ** 0.5)
@@ -1544,6 +1558,9 @@ def test_policies_start_where_the_seed_says():
     a, b, c = ([p.detach() for p in net.parameters()] for net in nets)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert not torch.equal(a[0], c[0]) and a[0].dtype == F64
+    for rows in ("SFFFFFFF/" + "FFFFFFFF/" * 2 + "FFFFFFFG", "SFFF/" + "FFFF/" * 7 + "FFFG"):
+        _, net, inputs = po.make_policy(make_args("--policy", "cnn", "--map", rows))
+        assert net(inputs).shape == (inputs[0, 0].numel(), 4)
     assert [tuple(p.shape) for p in a][::2] == [(32, 5, 3, 3), (32, 32, 3, 3), (128, 32), (4, 128)]
 
 
