@@ -841,9 +841,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             if name not in free | {"save_trajectories"} and getattr(args, name) != value:
                 parser.error(f"argument --{name}: the checkpoint has {value}")
         if args.resume and args.save_trajectories:
-            parser.error(
-                "argument --save_trajectories: not with --resume, which lacks the first part"
-            )
+            parser.error("argument --save_trajectories: not with --resume")
         if args.infer:
             args.offline = None
         if args.offline:

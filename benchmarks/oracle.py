@@ -120,6 +120,18 @@ def by_point(key: str):
     return make
 
 
+def table_overview(rows: list[dict]) -> str:
+    """Half-way, some of them."""
+    names = ("reinforce", "value", "actor_critic", "actor_critic:learned", "gae", "ppo", "rloo")
+    names += ("grpo:none", "grpo:group", "loss_type:grpo", "pairwise:linear_mean")
+    body = [
+        [f"`{row['estimator']}`", *(oracle.cell(row, k, row["batches"]) for k in oracle.COLUMNS)]
+        for row in rows
+        if row["point"] == "half" and row["estimator"] in names
+    ]
+    return table(["estimator", *oracle.COLUMNS], body)
+
+
 def table_gamma(rows: list[dict]) -> str:
     header = ["estimator", "policy", "scale", "off", "noise"]
     body = [
@@ -171,6 +183,7 @@ def table_collapse(rows: list[dict]) -> str:
 
 
 TABLES = {
+    "oracle_overview": (["default"], table_overview),
     "oracle_scale": (["default"], by_point("scale")),
     "oracle_off": (["default"], by_point("off")),
     "oracle_noise": (["default"], by_point("noise")),
