@@ -221,7 +221,8 @@ def pairwise_linear(log_weights: Tensor, scores: Tensor, temperature: Tensor) ->
     """The article's loss as printed (3.2), to be minimised: (..., K) -> (...).
 
     log sigma(-x) = log sigma(x) - x, so the two orders of a pair leave -dR/T * dw and no sigmoid:
-    REINFORCE with the others' mean as baseline, divided by T (erratum 16). Unbounded in dR and dw.
+    REINFORCE with the others' mean as baseline, divided by T (erratum 16), and by the text's length
+    where w is of the mean ratio. Unbounded in dR and dw.
     """
     assert log_weights.shape == scores.shape
     # L = mean_{i != j} -log sigma((R_i - R_j) / T) * (w_i - w_j)

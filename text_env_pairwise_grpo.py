@@ -812,7 +812,8 @@ def build_parser() -> argparse.ArgumentParser:
          help="weight of a policy term with a critic's V(s) as baseline (Hybrid-GRPO), 0..1")
     flag("--max_grad_norm", type=number(float, 1e-6), default=0.5,
          help="clips the gradient, 0.1..1; inf: no clipping")
-    flag("--hidden_size", type=number(int, 1, 4096), default=64, help="units of both hidden layers, 16..256")
+    flag("--hidden_size", type=number(int, 1, 4096), default=64,
+         help="units of both hidden layers, 16..256")
     # fmt: on
     return parser
 

@@ -342,7 +342,7 @@ def slope_at_pi_old(rewards: torch.Tensor, *flags: str) -> torch.Tensor:
 def test_equal_scores_pull_nowhere(estimator, supervision):
     rewards = torch.full((2, 4, 3), 0.7)
     rewards[1, 2, 1] = 1.0
-    pairs_only = [["--normalize_returns"], ["--temperature", "0.01"]]
+    pairs_only = [["--normalize_returns", "--temperature", "0.5"], ["--temperature", "0.01"]]
     for more in [[], *(pairs_only if estimator in PAIRWISE else [])]:
         flags = ["--adv_estimator", estimator, "--supervision", supervision, *more]
         slope = slope_at_pi_old(rewards, *flags)
@@ -540,7 +540,9 @@ def loop_scores(args, rewards) -> tuple[list, list]:
 
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
 @pytest.mark.parametrize(
-    "flags", [[], ["--temperature", "0.3"], ["--normalize_returns"]], ids=" ".join
+    "flags",
+    [[], ["--temperature", "0.3"], ["--normalize_returns", "--temperature", "2"]],
+    ids=" ".join,
 )
 def test_scores_and_units_in_loops(flags, supervision):
     args = make_args("--supervision", supervision, *flags)
@@ -678,7 +680,7 @@ def off_policy(flags: list[str]) -> tuple[te.Trainer, te.Batch]:
 UPDATES = [
     [],
     ["--temperature", "0.3"],
-    ["--normalize_returns"],
+    ["--normalize_returns", "--temperature", "2"],
     ["--normalize_returns", "--temperature", "0.7"],
     ["--trajectory_weight", "sum"],
     ["--supervision", "process"],
@@ -1062,7 +1064,15 @@ RUNS = [
     [],
     ["--adv_estimator", "pairwise_linear", "--trajectory_weight", "sum", "--temperature", "0.5"],
     ["--adv_estimator", "group_norm", "--num_updates_per_batch", "3", "--supervision", "process"],
-    ["--hybrid_coef", "0.5", "--normalize_returns", "--observation", "scalar"],
+    [
+        "--hybrid_coef",
+        "0.5",
+        "--normalize_returns",
+        "--temperature",
+        "2",
+        "--observation",
+        "scalar",
+    ],
     ["--offline", "DATA", "--num_updates_per_batch", "2"],
 ]
 
@@ -1429,9 +1439,9 @@ def test_infer(scale, tmp_path, capsys):
     lines, last = text.splitlines(), metrics(path.parent)[-1]
     assert lines[:5] == [f"{'hello'[:k].ljust(5, '.')}  (target hello)" for k in range(1, 6)]
     total = 5 * float(scale)
-    assert lines[5] == f"target 'hello', greedy 'hello', match: True  return: {total:.2f}"
-    for name in ("expected_return", "match_probability", "greedy_right", "greedy_match"):
-        assert f"{name} {last['eval/' + name]:.4f}" in lines[6]
+    assert lines[5] == f"target 'hello', greedy 'hello', match: True, return {total:.2f}"
+    assert f" {last['eval/expected_return']:.2f} of 5;" in lines[6]
+    assert f"; {last['eval/match_probability']:.1%} of samples" in lines[6]
     assert lines[7].startswith("samples: ") and lines[7].count("'") == 6 and len(lines) == 8
     assert te.main(["--infer", str(path)]) == 0
     assert capsys.readouterr().out == text  # the same seed shows the same
@@ -1566,6 +1576,7 @@ BAD = [
     ("--adv_estimator group_norm --temperature 1", "temperature", "group_norm"),
     ("--adv_estimator group_norm --trajectory_weight sum", "trajectory_weight", "group_norm"),
     ("--adv_estimator group_norm --normalize_returns", "normalize_returns", "group_norm"),
+    ("--normalize_returns", "normalize_returns", "auto"),
     ("--supervision process --trajectory_weight sum", "trajectory_weight", "process"),
     ("--save_trajectories DATA", "save_trajectories", "exists"),
     ("--save_trajectories NOWHERE", "save_trajectories", "can't be written"),
@@ -1600,7 +1611,7 @@ BAD = [
     ("--resume CHECKPOINT --max_steps 90 --target world", "target", "hello"),
     ("--resume CHECKPOINT --max_steps 90 --temperature 1", "temperature", "auto"),
     ("--resume CHECKPOINT --max_steps 90 --offline DATA", "offline", "None"),
-    ("--resume CHECKPOINT --max_steps 90 --save_trajectories NEW", "save_trajectories", "None"),
+    ("--resume CHECKPOINT --max_steps 90 --save_trajectories NEW", "save_trajectories", "not with"),
     ("--resume CHECKPOINT --max_steps 90 --hidden_size 32", "hidden_size", "64"),
     ("--infer CHECKPOINT --resume CHECKPOINT", "infer", ""),
     ("--infer CHECKPOINT --target world", "target", "hello"),
