@@ -614,7 +614,7 @@ def describe(samples: Tensor, truth: Tensor, blocks: int = 50) -> dict[str, floa
 
     off is the root of off2, a sine; its error comes from that of off2, for a root has none at 0.
     """
-    blocks = min(blocks, len(samples))
+    blocks = min(blocks, len(samples) // 2)
     along = samples @ (truth / truth.norm())  # (M,)
     cosine = along / samples.norm(dim=1).clamp(min=1e-300)
     columns = torch.stack([samples.square().sum(dim=1), along.square(), cosine], dim=1)  # (M, 3)
@@ -637,10 +637,11 @@ def measures(number: int, total: Tensor, columns: Tensor, truth: Tensor) -> Tens
     squares, along, cosine = columns
     along_total = total @ (truth / truth.norm())
     # the square of a mean, free of the noise in it: E[x]^2 = (sum(x)^2 - sum(x^2)) / (M (M - 1))
-    pairs = number * (number - 1)
-    signal = ((total @ total - squares) / pairs).clamp(min=1e-300)
-    off = signal - (along_total**2 - along) / pairs  # below 0: less than the noise in it
-    variance = (squares / number - signal).clamp(min=0)
+    pairs, power = number * (number - 1), squares / number
+    raw = (total @ total - squares) / pairs
+    signal = torch.maximum(raw, 1e-12 * power).clamp(min=1e-300)  # lost in noise: finite, still
+    off = raw - (along_total**2 - along) / pairs  # below 0: less than the noise in it
+    variance = (power - signal).clamp(min=0)
     return torch.stack(
         [
             along_total / number / truth.norm(),  # scale: 1 for an unbiased estimator
@@ -882,7 +883,10 @@ def show_values(args: argparse.Namespace) -> None:
     residual = (values - (lake.r + args.gamma * lake.P @ values).amax(dim=1)).abs()
     grid("V*", numbers(values))
     lines("Q*", table)
-    arrows = ["←↓→↑"[a] for a in table.argmax(dim=1).tolist()]
+    # of equally good actions (gamma 1, no ice) the one that gets there sooner
+    _, sooner = optimal_values(lake, min(args.gamma, 0.9999))
+    equal = table > table.amax(dim=1, keepdim=True) - 1e-9
+    arrows = ["←↓→↑"[a] for a in sooner.masked_fill(~equal, -1.0).argmax(dim=1).tolist()]
     grid(
         "the greedy policy of Q*",
         [a if t in "SF" else t for a, t in zip(arrows, tiles, strict=True)],
@@ -934,7 +938,7 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--threads", type=number(int, 0), default=1, help="CPU threads; 0: torch decides")
     flag("--run_name", "--version", help="name of the run; None: policy, map and seed")
     flag("--output_dir", default="runs", help=f"a run goes to OUTPUT_DIR/{SCRIPT}/RUN_NAME")
-    flag("--batches", type=number(int, 2), default=2000,
+    flag("--batches", type=number(int, 4), default=2000,
          help="M, batches an estimator sees; four times as many halve the standard errors")
     flag("--estimators", nargs="+", metavar="NAME", default=ESTIMATORS,
          help="of " + ", ".join(ESTIMATORS) + "; or all that begin with it, as gae or k1")

@@ -154,7 +154,7 @@ SHORT = {  # what else keeps a run of one update short
     "cartpole_pg_family": "--eval_episodes 2 --max_steps 1",
     "cartpole_grpo": "--eval_episodes 2 --num_states 4 --max_steps 1",
     "text_env_pairwise_grpo": "--max_steps 1",
-    "policy_gradient_oracle": "--batches 2 --points start",
+    "policy_gradient_oracle": "--batches 4 --points start",
 }
 
 
