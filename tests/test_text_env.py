@@ -680,7 +680,7 @@ def off_policy(flags: list[str]) -> tuple[te.Trainer, te.Batch]:
 UPDATES = [
     [],
     ["--temperature", "0.3"],
-    ["--normalize_returns", "--temperature", "2"],
+    ["--normalize_returns", "--temperature", "0.3"],
     ["--normalize_returns", "--temperature", "0.7"],
     ["--trajectory_weight", "sum"],
     ["--supervision", "process"],
