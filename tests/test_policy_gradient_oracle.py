@@ -1805,3 +1805,17 @@ def test_discounting_in_double_precision(name):
     else:
         found = po.compute_nstep(rewards, zero, zero, off, off, 0.9, 9)[:, 0]
     assert found.item() == pytest.approx(0.9**5, rel=1e-12)
+
+
+def test_flat_groups_go_by_the_undiscounted_return(tmp_path):
+    """Below gamma 1 J is not the chance of a reward; the formula of flat groups needs that."""
+    flags = ["--gamma", "0.9", "--batches", "4", "--points", "half", "--estimators", "rloo"]
+    args = po.parse_args([*flags, "--quiet", "--output_dir", str(tmp_path)])
+    found = po.run(args)["points"]["half"]
+    lake, policy, inputs = po.make_policy(args)
+    best = po.optimal_values(lake, 0.9, 100)[0][lake.start].item()
+    po.ascend(policy, lake, inputs, args, 0.5 * best)
+    probs = policy(inputs).detach().softmax(dim=1)
+    assert found["success"] == pytest.approx(po.exact_return(lake, probs, 1.0, 100).item())
+    assert found["return"] == pytest.approx(po.exact_return(lake, probs, 0.9, 100).item())
+    assert found["success"] > 2 * found["return"]
