@@ -155,6 +155,7 @@ SHORT = {  # what else keeps a run of one update short
     "cartpole_grpo": "--eval_episodes 2 --num_states 4 --max_steps 1",
     "text_env_pairwise_grpo": "--max_steps 1",
     "policy_gradient_oracle": "--batches 4 --points start",
+    "tiny_gpt_rlhf": "--max_steps 1 --reviews 200 --eval_texts 8 --dpo_texts 64 --num_prompts 2",
 }
 
 
