@@ -15,6 +15,7 @@ import cartpole_grpo as cg
 import cartpole_pg_family as cp
 import frozen_lake_ppo_grpo as fl
 import text_env_pairwise_grpo as te
+import tiny_gpt_rlhf as gpt
 
 CPU = torch.device("cpu")
 
@@ -332,6 +333,46 @@ def test_erratum_14_a_column_against_a_row_is_refused():
         cp.clipped_surrogate(ratio, advantages, 0.2, 0.2)
     with pytest.raises(AssertionError):
         cp.value_loss(ratio, advantages)
+
+
+def tiny_gpt(vocabulary: gpt.Vocabulary) -> gpt.GPT:
+    args = gpt.parse_args(["--width", "16", "--layers", "1", "--heads", "2"])
+    return gpt.GPT(args, len(vocabulary))
+
+
+def test_erratum_15_padding_as_the_stop_token_never_trains_stopping():
+    """The collator's labels have -100 at the padding token, which is the stop token there."""
+    vocabulary = gpt.Vocabulary("好差：")
+    rows = [gpt.Review("好", True, "好"), gpt.Review("差", False, "差差差")]
+    ids = gpt.pack([vocabulary.encode(row) for row in rows], CPU)
+    log_probs = gpt.policy_dist(tiny_gpt(vocabulary)(ids[:, :-1])).clamp(min=-1e4)
+    log_probs.retain_grad()
+    faulty = ids[:, 1:].masked_fill((ids[:, 1:] == gpt.PAD) | (ids[:, 1:] == gpt.EOS), -100)
+    torch.nn.functional.nll_loss(log_probs.flatten(0, 1), faulty.flatten()).backward()
+    assert (log_probs.grad[..., gpt.EOS] == 0).all()  # nothing makes <eos> more likely
+
+    log_probs = gpt.policy_dist(tiny_gpt(vocabulary)(ids[:, :-1])).clamp(min=-1e4)
+    log_probs.retain_grad()
+    logp = log_probs.gather(2, ids[:, 1:, None]).squeeze(2)
+    (-logp[ids[:, 1:] != gpt.PAD].mean()).backward()  # the loss of update_sft
+    assert (log_probs.grad[..., gpt.EOS] < 0).sum() == 2  # once in each review
+
+
+def test_erratum_15_labels_are_not_a_ranking():
+    """Scores that a label loss is content with, and that rank a pair wrong."""
+    scores, labels = torch.tensor([9.0, 4.0, -4.0, -9.0]), torch.tensor([1.0, 1.0, 0.0, 0.0])
+    assert torch.nn.functional.binary_cross_entropy_with_logits(scores, labels) < 0.01
+    better, worse = scores[1:2], scores[:1]  # both positive, the second review is the better one
+    assert gpt.bradley_terry_loss(better, worse) > 5
+
+
+def test_erratum_15_texts_longer_than_the_context_are_skipped(tmp_path):
+    path = tmp_path / "reviews.csv"
+    path.write_text("cat,label,review\n书,1," + "好" * 43 + "\n书,0," + "差" * 45 + "\n", "utf-8")
+    reviews, skipped = gpt.load_csv(str(path), 48)
+    assert [len(row.text) for row in reviews] == [43] and skipped == {"too long": 1}
+    vocabulary = gpt.Vocabulary("书好：")
+    assert len(vocabulary.encode(reviews[0])) == 47 <= 48
 
 
 def printed_loss(returns: list[float], log_weights: torch.Tensor, temperature: float):
