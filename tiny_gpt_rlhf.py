@@ -8,7 +8,7 @@
 """RLHF on a tiny GPT: SFT, a reward model, then PPO, GRPO and DPO, with the truth known.
 
 Article: 07_Reinforcement_Learning (RLHF; RLHF Instruct Gpt)
-Run:     python tiny_gpt_rlhf.py                  (all stages; TIME)
+Run:     python tiny_gpt_rlhf.py                  (all stages, 2 minutes)
          ends with a table SFT / PPO / GRPO / DPO: reward model's score, share truly positive, KL
          python tiny_gpt_rlhf.py --stage sft, then --stage rm --sft_checkpoint runs/.../sft.pt, ...
 Watch:   tensorboard --logdir runs
@@ -1076,7 +1076,7 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--rm_loss", choices=["bce", "bradley_terry"], default="bradley_terry",
          help="labels one by one, as in the notes; or better above worse, as InstructGPT")
     flag("--rm_steps", type=positive, default=900, help="updates")
-    flag("--rm_batch", type=number(int, 2), default=32, help="reviews an update")
+    flag("--rm_batch", type=number(int, 2), default=64, help="reviews an update")
     flag("--rm_rate", type=unit, default=2e-3, help="learning rate of AdamW")
 
     flag = parser.add_argument_group("PPO and GRPO").add_argument
@@ -1088,7 +1088,7 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--update_epochs", type=positive, default=2, help="passes over them, 1..4")
     flag("--minibatch_size", type=positive, default=64, help="texts a gradient step")
     flag("--beta", type=real, default=0.1, help="of PPO's reward -beta log(pi / pi_ref), 0..0.3")
-    flag("--grpo_beta", type=real, default=0.2, help="weight of GRPO's k3 in the loss, 0..0.5")
+    flag("--grpo_beta", type=real, default=0.1, help="weight of GRPO's k3 in the loss, 0..0.5")
     flag("--clip_epsilon", type=real, default=0.2, help="epsilon of the clip; inf: no clip")
     flag("--gamma", type=unit, default=1.0, help="discount of PPO")
     flag("--lam", type=unit, default=0.95, help="lambda of GAE")
@@ -1099,15 +1099,15 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--max_grad_norm", type=number(float, 1e-6), default=1.0, help="clips each gradient")
 
     flag = parser.add_argument_group("DPO").add_argument
-    flag("--dpo_steps", type=positive, default=200, help="updates")
+    flag("--dpo_steps", type=positive, default=300, help="updates")
     flag("--dpo_rate", type=unit, default=1e-3, help="learning rate of AdamW")
     flag("--dpo_batch", type=positive, default=32, help="pairs an update")
     flag("--dpo_beta", type=real, default=0.3, help="beta: how near to stay to the reference")
     flag("--dpo_pairs", choices=["policy", "data"], default="policy",
          help="best and worst of some SFT texts by the reward model; or labelled reviews")
     flag("--dpo_candidates", type=number(int, 2), default=8, help="SFT texts to choose a pair of")
-    flag("--dpo_texts", type=number(int, 2), default=8192, help="SFT texts in all")
-    flag("--dpo_alpha", type=real, default=1.0,
+    flag("--dpo_texts", type=number(int, 2), default=24_576, help="SFT texts in all")
+    flag("--dpo_alpha", type=real, default=2.0,
          help="weight of the chosen text's negative log-likelihood (RPO); 0: DPO alone")
     # fmt: on
     return parser

@@ -135,7 +135,7 @@ def commands(path: Path) -> list[str]:
 
 
 # commands about a file of another run need a run first; the scripts' own tests try those
-ALONE = re.compile(r"(?!.*--(infer|resume|reference|offline|help)\b)")
+ALONE = re.compile(r"(?!.*--(infer|resume|reference|offline|help|sft_checkpoint)\b)")
 ALL_COMMANDS = sorted({c for path in DOCS for c in commands(path) if ALONE.match(c)})
 
 
