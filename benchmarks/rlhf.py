@@ -77,9 +77,10 @@ def grid(lines: dict[tuple[str, str], str]) -> list[dict]:
 
 
 def part_beta() -> list[dict]:
-    """Without a pull to the reference, twice the updates: the reward model is fooled."""
+    """Twice the updates, with a pull to the reference and without: is the reward model fooled?"""
     lines = {("ppo", f"beta {b}"): f"--beta {b} --ppo_steps 100" for b in (0, 0.1, 0.3)}
-    lines |= {("grpo", f"grpo_beta {b}"): f"--grpo_beta {b} --grpo_steps 100" for b in (0, 0.1, 0.3)}
+    for b in (0, 0.1, 0.3):
+        lines["grpo", f"grpo_beta {b}"] = f"--grpo_beta {b} --grpo_steps 100"
     return grid(lines)
 
 
