@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import csv
 import errno
 import json
 import math
@@ -25,11 +26,12 @@ from conftest import close, golden, same
 CPU = torch.device("cpu")
 RL = ["ppo", "grpo"]
 POLICIES = ["sft", "ppo", "grpo", "dpo"]
-TINY = "--width 16 --layers 1 --heads 2 --reviews 200 --eval_texts 8 --dpo_texts 32".split()
-TINY += "--num_prompts 3 --group_size 4 --minibatch_size 5 --sft_batch 8 --rm_batch 8".split()
-TINY += "--dpo_batch 6 --dpo_candidates 4 --threads 1".split()
-SHORT = "--sft_steps 6 --rm_steps 5 --ppo_steps 4 --grpo_steps 4 --dpo_steps 5".split()
+SIZES = """--width 16 --layers 1 --heads 2 --reviews 200 --eval_texts 8 --dpo_texts 32 --threads 1
+--num_prompts 3 --group_size 4 --minibatch_size 5 --sft_batch 8 --rm_batch 8 --dpo_batch 6
+--dpo_candidates 4 --evaluations 2"""
+TINY = SIZES.split()
 STEPS = {"sft": 6, "rm": 5, "ppo": 4, "grpo": 4, "dpo": 5}
+SHORT = [word for stage, n in STEPS.items() for word in (f"--{stage}_steps", str(n))]
 
 
 def make_args(*flags: str) -> argparse.Namespace:
@@ -57,7 +59,12 @@ def make_trainer(stage: str, *flags: str) -> tg.Trainer:
         given["sft"] = random_gpt(args, size, seed=1).state_dict()
     if stage not in ("sft", "rm"):
         given["rm"] = random_gpt(args, size, True, seed=2).state_dict()
-    trainer = tg.Trainer(args, stage, given, data)
+    with pytest.MonkeyPatch.context() as patch:
+        if stage in RL:  # 512 texts: slow
+            patch.setattr(tg.Trainer, "look_at_sft", lambda t: None)
+        trainer = tg.Trainer(args, stage, given, data)
+    if stage in RL:
+        trainer.shift, trainer.spread = 0.3, 1.7
     torch.manual_seed(3)
     for model in (trainer.actor, trainer.reference, trainer.reward_model, trainer.critic):
         if model is not None:
@@ -280,8 +287,7 @@ def test_ppo_inputs_in_loops(gamma, lam):
 def loop_logp(model, row: list[int], t: int, temperature: float) -> torch.Tensor:
     """log pi of row[t + 1] after row[: t + 1], over all but <pad> and <bos>."""
     logits = model(torch.tensor([row[: t + 1]]))[0, -1] / temperature
-    total = sum(x.exp() for i, x in enumerate(logits) if i not in (tg.PAD, tg.BOS))
-    return logits[row[t + 1]] - total.log()
+    return logits[row[t + 1]] - logits[2:].exp().sum().log()
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
@@ -336,8 +342,8 @@ def one_step(monkeypatch, stage: str, *flags: str, junk=False) -> tuple:
         tail = torch.full((len(batch.ids), 5), tg.PAD)
         ids = torch.cat([batch.ids, tail], dim=1)[:, : args.context]
         mask = torch.cat([batch.mask, tail > 9], dim=1)[:, : args.context - 1]
-        logp = torch.cat([batch.logp_old, 3.0 + tail], dim=1)[:, : args.context - 1]
-        return tg.Batch(ids, mask, batch.stopped, torch.where(mask, logp, 3.0))
+        logp = torch.cat([batch.logp_old, 0.0 * tail], dim=1)[:, : args.context - 1]
+        return tg.Batch(ids, mask, batch.stopped, torch.where(mask, logp, -1e4))  # exp: inf
 
     with monkeypatch.context() as patch:
         if junk:
@@ -428,16 +434,15 @@ def test_chosen_mask():
     vocabulary = tg.Vocabulary("a b：")
     rows = [vocabulary.encode(tg.Review("a", True, text)) for text in ("b", "b：b b", "")]
     mask = tg.chosen_mask(tg.pack(rows, CPU), vocabulary.index["："])
-    assert mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, *[1] * 5], [0, 0, 1, *[0] * 4]]
+    assert mask.int().tolist() == [[0, 0, 1, 1, *[0] * 4], [0, 0, *[1] * 6], [0, 0, 1, *[0] * 5]]
 
 
 # ---- 3  the GPT ----------------------------------------------------------------------------------
 
 
-def a_gpt(scalar=False, seed=0, size=12, *flags: str) -> tg.GPT:
-    flags = ("--layers", "2", "--context", "10", *flags)
+def a_gpt(scalar=False) -> tg.GPT:
     args = argparse.Namespace(width=16, layers=2, heads=4, context=10)
-    return random_gpt(args, size, scalar, seed).double()
+    return random_gpt(args, 12, scalar).double()
 
 
 @pytest.mark.parametrize("scalar", [False, True])
@@ -573,6 +578,7 @@ JUDGED = [
     ("房间干净，服务热情，但是早餐难吃。", -1),  # only what follows counts
     ("房间脏，服务差，但是早餐可口，位置偏僻。", -1),  # a tie: the last clause
     ("房间脏，但是早餐难吃，位置方便，推荐购买。", 1),
+    ("房间脏，但是早餐难吃，位置方便。", 1),
     ("但是房间脏，不过服务热情。", 1),
     ("房间很干净，服务差。", -1),
     ("服务差，房间很干净。", 1),
@@ -684,7 +690,7 @@ def test_csv_counts_what_it_skips(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "cat,label\n甲,1\n", "甲,1,好\n", "\n\n"])
 def test_csv_without_columns(text, tmp_path):
-    with pytest.raises(ValueError, match="no column .*review"):
+    with pytest.raises(ValueError, match=r"no column .*review"):
         tg.load_csv(write(tmp_path / "a.csv", text), 48)
 
 
@@ -736,7 +742,7 @@ def test_held_out_reviews_and_characters():
 def rl_transcription(trainer, batch, order_state) -> list[dict[str, float]]:
     """update_rl a character at a time, in plain steps of rate 0.1. Rows of metrics."""
     args, ppo = trainer.args, trainer.stage == "ppo"
-    scores, advantages, returns = tg.prepare_inputs(trainer, batch)
+    _, advantages, returns = tg.prepare_inputs(trainer, batch)
     texts = [[i for i in row if i != tg.PAD] for row in batch.ids.tolist()]
     places = [[t for t in range(batch.mask.shape[1]) if row[t]] for row in batch.mask]
     if ppo:
@@ -961,7 +967,6 @@ def test_scores_are_standardised_and_pairs_ordered():
         assert best == texts[4 * k + group.index(max(group))]
         assert worst == texts[4 * k + group.index(min(group))]
         assert best[:4] == worst[:4] == prompts[4 * k] and max(group) > min(group)
-    assert len(make_trainer("ppo", "--dpo_texts", "64", "--group_size", "4").pairs) == 128
 
 
 def test_what_starts_from_what():
@@ -980,6 +985,7 @@ def test_what_starts_from_what():
     for stage in ("ppo", "grpo", "dpo"):
         trainer = tg.Trainer(args, stage, given, data)
         assert same(dict(trainer.actor.state_dict()), dict(given["sft"]))
+        assert len(trainer.pairs) == (8 if stage == "dpo" else 128)
         kept = copy.deepcopy((trainer.reference, trainer.reward_model))
         if stage == "ppo":
             assert same(dict(trainer.critic.state_dict()), dict(given["rm"]))
@@ -1004,7 +1010,7 @@ def test_the_ratio_is_one_in_the_first_step_only(stage):
 
 
 def test_the_learning_rate():
-    """A warm-up from 5%, then linearly to 0."""
+    """A warm-up from 5%, then linearly to 0. AdamW's settings."""
     trainer, seen = make_trainer("sft", "--sft_steps", "100", "--sft_rate", "0.01"), []
     for _ in range(100):
         tg.update_sft(trainer)
@@ -1012,6 +1018,17 @@ def test_the_learning_rate():
         seen.append(trainer.optimizer.param_groups[0]["lr"])
     expected = [0.01 * min(1, 0.05 + k / 5) * (1 - k / 100) for k in range(100)]
     assert seen == pytest.approx(expected)
+    (group,) = trainer.optimizer.param_groups
+    assert group["betas"] == (0.9, 0.99) and group["weight_decay"] == 0.01
+
+
+def test_first_weights():
+    """Embeddings and layers of std 0.02, so that the first policy is nearly uniform."""
+    torch.manual_seed(0)
+    model = tg.GPT(make_args("--width", "64"), 150)
+    assert all(0.018 < p.std() < 0.022 for p in model.parameters() if p.dim() > 1)
+    logits = model(torch.randint(150, (4, 20)))
+    assert logits.std() < 0.3
 
 
 def test_each_network_is_clipped_by_itself():
@@ -1052,7 +1069,7 @@ def learnt(tmp_path_factory) -> Path:
     """SFT and reward model of a grammar, trained for a few seconds."""
     folder = tmp_path_factory.mktemp("learnt")
     flags = ["--sft_steps", "150", "--sft_batch", "16", "--sft_rate", "0.02", "--reviews", "1000"]
-    flags += ["--evaluations", "1", "--rm_steps", "200", "--rm_rate", "0.01", "--rm_batch", "16"]
+    flags += ["--evaluations", "1", "--rm_steps", "200", "--rm_rate", "0.01", "--rm_batch", "32"]
     train("--stage", "sft", "--run_name", "s", *flags, tmp_path=folder)
     sft = folder / tg.SCRIPT / "s" / "sft" / "checkpoint-last.pt"
     for kind in ("bce", "bradley_terry"):
@@ -1081,7 +1098,7 @@ def test_rm_learns(kind, learnt):
 def policy_run(learnt, tmp_path, stage: str, *flags: str) -> tuple[dict, list[dict]]:
     paths = ["--sft_checkpoint", str(learnt / "s/sft/checkpoint-last.pt"), "--rm_checkpoint"]
     paths += [str(learnt / "bradley_terry/rm/checkpoint-last.pt"), "--reviews", "1000"]
-    flags = ["--eval_texts", "100", "--evaluations", "1", "--dpo_texts", "256", *flags]
+    flags = ["--eval_texts", "50", "--evaluations", "1", "--dpo_texts", "256", *flags]
     flags += ["--num_prompts", "8", "--minibatch_size", "32", "--stage", stage]
     stages, rows, _ = train(*paths, *flags, tmp_path=tmp_path)
     return stages[stage], rows
@@ -1089,7 +1106,7 @@ def policy_run(learnt, tmp_path, stage: str, *flags: str) -> tuple[dict, list[di
 
 @pytest.mark.parametrize("stage", ["ppo", "grpo", "dpo"])
 def test_the_score_rises(stage, learnt, tmp_path):
-    flags = [f"--{stage}_steps", "20" if stage in RL else "40", f"--{stage}_rate", "3e-3"]
+    flags = [f"--{stage}_steps", "15" if stage in RL else "40", f"--{stage}_rate", "4e-3"]
     result, rows = policy_run(learnt, tmp_path, stage, *flags)
     assert result["rm_score"] > 0.4 and result["kl_text"] > 0.05
     if stage == "dpo":
@@ -1104,7 +1121,7 @@ def test_the_score_rises(stage, learnt, tmp_path):
 def test_beta_holds_the_policy_at_the_reference(stage, flag, learnt, tmp_path):
     kl = []
     for beta in ("0", "30"):
-        flags = [f"--{stage}_steps", "12", f"--{stage}_rate", "3e-3", flag, beta]
+        flags = [f"--{stage}_steps", "8", f"--{stage}_rate", "4e-3", flag, beta]
         kl.append(policy_run(learnt, tmp_path, stage, *flags)[0]["kl_text"])
     assert kl[1] < 0.25 * kl[0]
 
@@ -1216,14 +1233,15 @@ def test_run_folder_and_tags(run):
         if stage == "ppo":
             expected |= {"losses/value_loss"}
         if stage == "dpo":
-            expected |= {f"dpo/{k}" for k in "margin accuracy reward_chosen reward_rejected".split()}
-        told = "perplexity length stopped distinct_2 different true_positive grammatical".split()
+            expected |= {"dpo/margin", "dpo/accuracy", "dpo/reward_chosen", "dpo/reward_rejected"}
+        told = ["perplexity", "length", "stopped", "distinct_2", "different"]
+        told += ["true_positive", "grammatical"]
         told += ["rm_score", "kl_token", "kl_text"] if stage not in ("sft", "rm") else []
         told = ["accuracy", "pair_accuracy"] if stage == "rm" else told
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line, parse_constant=lambda x: pytest.fail(x)) for line in lines]
         assert [row["step"] for row in rows] == [*range(1, steps + 1)]
-        every = steps // 4
+        every = steps // 2
         for row in rows:
             due = row["step"] % every == 0 or row["step"] == steps
             more = {f"eval/{name}" for name in told} if due else set()
@@ -1237,7 +1255,7 @@ def test_run_folder_and_tags(run):
         ]
         if stage != "rm":
             texts = events.Tensors("samples/text_summary")
-            assert len(texts) >= 4 and texts[-1].step == steps
+            assert len(texts) >= 2 and texts[-1].step == steps
             lines = texts[-1].tensor_proto.string_val[0].decode().split("  \n")
             assert all("：" in "".join(lines) for _ in lines) and len(lines) <= 10
         found = tg.load_checkpoint(str(folder / "checkpoint-last.pt"))
@@ -1296,37 +1314,25 @@ def interrupt_at(monkeypatch, stage: str, *updates: int) -> None:
     monkeypatch.setitem(tg.UPDATES, stage, update)
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "grpo"])
-def test_interrupt_saves_and_resumes_exactly(stage, run, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("stage,update", [("sft", 6), ("grpo", 2)])
+def test_interrupt_saves_and_resumes_exactly(stage, update, run, tmp_path, monkeypatch, capsys):
+    """After a stage's last update, too: resuming goes on with the next stage."""
     flags = [flag for flag in short(tmp_path, "a") if flag != "--quiet"]
     before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        interrupt_at(patch, stage, 3)
+        interrupt_at(patch, stage, update)
         assert tg.main(flags) == 130
     assert signal.getsignal(signal.SIGINT) is before
     folder = tmp_path / tg.SCRIPT / "a"
     path = folder / stage / "checkpoint-last.pt"
     text = capsys.readouterr().out
     assert f"go on: python {tg.SCRIPT}.py --resume {path}" in text
-    assert state(path.parent)["counters"] == 3 and len([*folder.iterdir()]) == (
-        tg.STAGES.index(stage) + 1
-    )
+    assert state(path.parent)["counters"] == update
+    assert {x.name for x in folder.iterdir()} == {*tg.STAGES[: tg.STAGES.index(stage) + 1]}
     assert tg.main(["--resume", str(path), "--quiet"]) == 0
     for name in tg.STAGES:
         assert same(state(folder / name), state(run / name))
         assert [row["step"] for row in metrics(folder / name)] == [*range(1, STEPS[name] + 1)]
-
-
-def test_interrupt_in_the_last_update_of_a_stage(run, tmp_path, monkeypatch):
-    """Its checkpoint is complete; resuming goes on with the next stage."""
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, "rm", 5)
-        assert tg.main(short(tmp_path, "a")) == 130
-    folder = tmp_path / tg.SCRIPT / "a"
-    assert not (folder / "ppo").exists()
-    assert tg.main(["--resume", str(folder / "rm" / "checkpoint-last.pt"), "--quiet"]) == 0
-    for name in tg.STAGES:
-        assert same(state(folder / name), state(run / name))
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path, monkeypatch, capsys):
@@ -1352,18 +1358,16 @@ def test_training_in_a_thread(tmp_path):
     assert results[0]["stages"].keys() == {"sft"} and not results[0]["stopped"]
 
 
-def test_the_same_seed_gives_the_same_run(run, tmp_path):
-    assert tg.main(short(tmp_path, "again", "--max_steps", "2")) == 0
-    for name in ("same", "other"):
-        seed = "7" if name == "other" else "42"
-        assert tg.main(short(tmp_path, name, "--max_steps", "2", "--seed", seed)) == 0
-    root = tmp_path / tg.SCRIPT
-    for stage in tg.STAGES:
-        assert same(state(root / "again" / stage), state(root / "same" / stage))
-        assert metrics(root / "again" / stage) == metrics(root / "same" / stage)
-        assert state(root / "again" / stage)["counters"] == 2
-    one, other = (state(root / name / "sft")["parts"]["actor"] for name in ("same", "other"))
-    assert not same(dict(one), dict(other))
+def test_another_seed_gives_another_run(run, tmp_path):
+    """The same seed: test_stages_one_by_one."""
+    flags = ["--stage", "sft", "--max_steps", "2", "--seed", "7"]
+    assert tg.main(short(tmp_path, "a", *flags)) == 0
+    other = state(tmp_path / tg.SCRIPT / "a" / "sft")
+    one = state(run / "sft", "checkpoint-000002.pt")
+    assert other["counters"] == one["counters"] == 2
+    assert not torch.equal(other["generators"], one["generators"])
+    weight = "blocks.0.qkv.weight"
+    assert not torch.equal(*(x["parts"]["actor"][weight] for x in (one, other)))
 
 
 def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys, run):
@@ -1422,7 +1426,8 @@ def test_nan_moves_no_weight(monkeypatch):
     with pytest.raises(FloatingPointError, match="loss is NaN"):
         tg.update_sft(trainer)
     assert torch.equal(weights(trainer.actor), before)
-    monkeypatch.setattr(tg, "score_tokens", lambda *a: (real(*a)[0] + 0 * (real(*a)[0] * 0).sqrt(), 0))
+    steep = lambda x: x + 0 * (x * 0).sqrt()  # noqa: E731 - finite, its slope is not
+    monkeypatch.setattr(tg, "score_tokens", lambda *a: (steep(real(*a)[0]), None))
     with pytest.raises(FloatingPointError, match="gradient is NaN"):
         tg.update_sft(trainer)
     assert torch.equal(weights(trainer.actor), before)
@@ -1445,26 +1450,23 @@ def test_generators_of_another_kind_of_device_are_left_as_they_are(tmp_path):
     assert torch.equal(before, trainer.generator.get_state())
 
 
-def test_result_and_summary(tmp_path, capsys):
-    flags = [flag for flag in short(tmp_path, "a", "--max_steps", "1") if flag != "--quiet"]
-    assert tg.main(flags) == 0
-    lines = capsys.readouterr().out.splitlines()
-    folder = tmp_path / tg.SCRIPT / "a"
+def test_result_and_summary(tmp_path):
+    args = tg.parse_args(short(tmp_path, "a", "--max_steps", "1"))
+    result = tg.train(args)
+    lines, folder = tg.summary(result, args).splitlines(), tmp_path / tg.SCRIPT / "a"
     assert [line.split()[0] for line in lines[1:5]] == POLICIES
     assert "truly positive" in lines[0] and "KL / text" in lines[0] and "RM score" in lines[0]
     assert lines[5].startswith("reward model, held-out reviews: ")
     assert lines[6].startswith("not solved: truly positive at least 0.0% (threshold 90%)")
     assert lines[-1] == f"logs: {folder}    watch: tensorboard --logdir {tmp_path}"
-    result = tg.train(tg.parse_args(short(tmp_path, "b", "--max_steps", "1")))
     assert result["stages"].keys() == {*tg.STAGES} and not result["stopped"]
     for stage, row in result["stages"].items():
-        last = metrics(tmp_path / tg.SCRIPT / "b" / stage)[-1]
+        last = metrics(folder / stage)[-1]
         if stage == "sft":  # evaluated again, by the reward model, too
             assert row["kl_text"] == 0 and "rm_score" in row
             row = {k: v for k, v in row.items() if f"eval/{k}" in last}
-        assert {f"eval/{k}": v for k, v in row.items()} == {
-            k: v for k, v in last.items() if k.startswith("eval/")
-        }
+        evaluated = {k: v for k, v in last.items() if k.startswith("eval/")}
+        assert {f"eval/{k}": v for k, v in row.items()} == evaluated
     result["stages"] = {s: {"true_positive": 0.9} for s in ("ppo", "grpo")}
     text = tg.summary(result, make_args())
     assert "\nsolved: truly positive at least 90.0%" in text
@@ -1476,7 +1478,7 @@ def test_infer(run, capsys):
     path = run / "ppo" / "checkpoint-last.pt"
     before = path.read_bytes(), sorted(path.parent.iterdir())
     texts = []
-    for flags in ([], [], ["--seed", "5"], ["--temperature", "0.5"]):
+    for flags in ([], [], ["--seed", "5"], ["--temperature", "0.3"]):
         assert tg.main(["--infer", str(path), *flags]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and len({*texts}) == 3
@@ -1510,7 +1512,6 @@ def test_run_on_a_csv(tmp_path, capsys):
     assert tg.main(["--infer", str(folder / "ppo" / "checkpoint-last.pt"), "--quiet"]) == 0
     lines = capsys.readouterr().out.rstrip("\n").split("\n")
     assert "(" not in "".join(lines) and all("：" in line for line in lines)
-    assert tg.main(["--resume", str(folder / "rm" / "checkpoint-last.pt"), "--quiet"]) == 0
 
 
 @pytest.mark.xfail(strict=True, reason="no pairs: 'max() arg is an empty sequence'")
@@ -1530,7 +1531,20 @@ def test_csv_with_a_category_of_one_label(tmp_path):
     assert tg.main(short(tmp_path, "a", "--csv", path, "--rm_batch", "2")) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="csv.Error: a traceback")
+@pytest.mark.xfail(strict=True, reason="chosen_mask starts at the category's own ：")
+def test_csv_with_a_colon_in_a_category(tmp_path):
+    """The prompt gets no gradient from DPO: the row is skipped, or the mask starts after it."""
+    path = write(tmp_path / "a.csv", "cat,label,review\n甲：乙,1,好\n")
+    reviews, _ = tg.load_csv(path, 48)
+    vocabulary = tg.Vocabulary("甲乙好：")
+    for review in reviews:
+        ids = tg.pack([vocabulary.encode(review)], CPU)
+        given = len(vocabulary.prompt(review.category))
+        mask = tg.chosen_mask(ids, vocabulary.index["："])
+        assert mask[0].tolist() == [t + 1 >= given for t in range(mask.shape[1])]
+
+
+@pytest.mark.xfail(strict=True, raises=csv.Error, reason="a traceback")
 def test_csv_with_an_open_quote(tmp_path, capsys):
     rows = ["cat,label,review", '甲,1,"好', *[f"甲,{k % 2},{'好' * 40}" for k in range(4000)]]
     path = write(tmp_path / "a.csv", "\n".join(rows))
@@ -1539,7 +1553,7 @@ def test_csv_with_an_open_quote(tmp_path, capsys):
     assert stopped.value.code == 2 and "argument --csv" in capsys.readouterr().err
 
 
-@pytest.mark.xfail(strict=True, reason="the grammar's reviews are longer: IndexError")
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="the grammar's reviews are longer")
 def test_a_context_shorter_than_the_grammars_reviews(tmp_path):
     """Either they are left out, or the flag is refused."""
     try:
@@ -1549,16 +1563,13 @@ def test_a_context_shorter_than_the_grammars_reviews(tmp_path):
 
 
 @pytest.mark.xfail(strict=True, reason="no held-out pair: NaN in metrics.jsonl, not JSON")
-def test_metrics_of_few_reviews_are_json(tmp_path):
-    for seed in ("1", "2", "3", "4"):
-        tg.main(short(tmp_path, "a", "--reviews", "40", "--seed", seed, "--max_steps", "1"))
-    paths = [*(tmp_path / tg.SCRIPT).glob("*/rm/metrics.jsonl")]
-    assert len(paths) == 4
-    for path in paths:
-        assert "NaN" not in path.read_text()
+def test_metrics_of_few_reviews_are_numbers():
+    for seed in range(6):
+        found = tg.evaluate(make_trainer("rm", "--reviews", "20", "--seed", str(seed)))
+        assert all(math.isfinite(value) for value in found.values())
 
 
-@pytest.mark.xfail(strict=True, reason="RuntimeError of sizes: a traceback")
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="sizes: a traceback")
 def test_checkpoints_of_different_characters(tmp_path, capsys):
     root = tmp_path / tg.SCRIPT
     paths = []
@@ -1588,7 +1599,7 @@ BAD = [
     ("--stage grpo --sft_checkpoint SFT --rm_checkpoint PPO", "rm_checkpoint", "stage ppo"),
     ("--stage grpo --sft_checkpoint PPO --rm_checkpoint RM", "sft_checkpoint", "stage ppo"),
     ("--stage rm --sft_checkpoint MISSING", "sft_checkpoint", "No such file"),
-    ("--stage rm --sft_checkpoint TRUNCATED", "sft_checkpoint", "damaged"),
+    ("--stage rm --sft_checkpoint TRUNCATED", "sft_checkpoint", "can't be loaded"),
     ("--stage rm --sft_checkpoint FOREIGN", "sft_checkpoint", "not a checkpoint"),
     ("--stage rm --sft_checkpoint SFT --width 32", "width", "16"),
     ("--stage rm --sft_checkpoint SFT --layers 2", "layers", "1"),
@@ -1634,7 +1645,7 @@ BAD = [
     ("--csv FEW", "csv", "19 reviews"),
     ("--csv ONE", "csv", "both labels"),
     ("--resume MISSING", "resume", "No such file"),
-    ("--resume TRUNCATED", "resume", "damaged"),
+    ("--resume TRUNCATED", "resume", "can't be loaded"),
     ("--resume FOREIGN", "resume", "not a checkpoint"),
     ("--resume SISTER", "resume", "not a checkpoint"),
     ("--resume OLDER", "resume", "another version"),
@@ -1653,8 +1664,9 @@ BAD = [
 def files(run, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bad")
     found = {s.upper(): run / s / "checkpoint-last.pt" for s in ("sft", "rm", "ppo")}
-    found |= {k: folder / f"{k}.pt" for k in "MISSING TRUNCATED FOREIGN SISTER OLDER".split()}
-    found |= {k: folder / f"{k}.csv" for k in "NOWHERE COLUMNS EMPTY FEW ONE".split()}
+    names = ["MISSING", "TRUNCATED", "FOREIGN", "SISTER", "OLDER"]
+    names += ["NOWHERE", "COLUMNS", "EMPTY", "FEW", "ONE"]
+    found |= {name: folder / name.lower() for name in names}
     found["FOLDER"] = folder
     found["TRUNCATED"].write_bytes(found["SFT"].read_bytes()[:5000])
     torch.save({"parts": {}}, found["FOREIGN"])
@@ -1714,12 +1726,3 @@ def test_cuda(tmp_path):
     path = folder / "grpo" / "checkpoint-000002.pt"
     assert tg.main(["--resume", str(path), "--device", "cpu", "--quiet"]) == 0
     assert tg.main(["--infer", str(path), "--device", "cuda", "--quiet"]) == 0
-
-
-# ---- 11  a default run ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_defaults_reach_the_reward_models_taste(tmp_path):
-    """A quarter of the default SFT; then the three policies, each better than the SFT model."""
-    pytest.skip("minutes: run by hand")
