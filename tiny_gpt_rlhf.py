@@ -10,7 +10,7 @@
 Article: 07_Reinforcement_Learning (RLHF; RLHF Instruct Gpt)
 Run:     python tiny_gpt_rlhf.py                  (all stages, 2 minutes)
          ends with a table SFT / PPO / GRPO / DPO: reward model's score, share truly positive, KL
-         python tiny_gpt_rlhf.py --stage sft, then --stage rm --sft_checkpoint runs/.../sft.pt, ...
+         python tiny_gpt_rlhf.py --stage sft, then --stage rm --sft_checkpoint PATH, ...
 Watch:   tensorboard --logdir runs
 
 The GPT writes short Chinese shopping reviews, character by character. A reward model learns from
@@ -301,6 +301,7 @@ def load_csv(path: str, context: int) -> tuple[list[Review], Counter]:
         category, label, review = (
             (row[names[name]] or "").strip() for name in ("cat", "label", "review")
         )
+        category = category.replace("：", ":")  # ： ends the prompt
         if not review or not category:
             skipped["empty"] += 1
         elif label not in ("0", "1"):
@@ -660,11 +661,11 @@ def judge_scores(trainer: Trainer) -> dict[str, float]:
     """Held-out labels that the sign of the score gives, and pairs that it ranks right."""
     scores = read_scores(trainer.reward_model, pack(trainer.test_ids, trainer.device))
     labels = torch.tensor([review.positive for review in trainer.test], device=trainer.device)
-    ranked = scores[labels][:, None] > scores[~labels][None, :]
-    return {
-        "eval/accuracy": ((scores > 0) == labels).float().mean().item(),
-        "eval/pair_accuracy": ranked.float().mean().item(),
-    }
+    found = {"eval/accuracy": ((scores > 0) == labels).float().mean().item()}
+    if labels.any() and not labels.all():  # else there is no pair
+        ranked = scores[labels][:, None] > scores[~labels][None, :]
+        found["eval/pair_accuracy"] = ranked.float().mean().item()
+    return found
 
 
 # ======== 7  Trainer: state, checkpoints, run folder, loop ========================================
@@ -764,12 +765,13 @@ class Trainer:
         return draws.tolist()
 
     def draw_pairs(self, number: int) -> list[tuple[list[int], list[int]]]:
-        """A positive and a negative review of one category each."""
+        """A positive and a negative review each, of a category that has both."""
+        by = self.by_label
+        both = [c for c in self.categories if (c, True) in by and (c, False) in by]
         found = []
-        for k in self.draw(len(self.categories), number):
-            good, bad = (self.by_label.get((self.categories[k], y), []) for y in (True, False))
-            if good and bad:
-                found.append((good[self.draw(len(good), 1)[0]], bad[self.draw(len(bad), 1)[0]]))
+        for k in self.draw(len(both), number):
+            good, bad = (by[both[k], label] for label in (True, False))
+            found.append((good[self.draw(len(good), 1)[0]], bad[self.draw(len(bad), 1)[0]]))
         return found
 
     def descend(self, loss: Tensor) -> float:
@@ -827,6 +829,7 @@ def load_data(args: argparse.Namespace) -> Data:
         rng.shuffle(reviews)
     else:
         reviews = [write_review(rng) for _ in range(args.reviews)]
+        reviews = [x for x in reviews if len(x.category) + len(x.text) + 3 <= args.context]
     held_out = min(1000, len(reviews) // 10)
     return reviews[held_out:], reviews[:held_out]
 
@@ -966,7 +969,7 @@ def train(args: argparse.Namespace) -> dict:
         "seconds": time.perf_counter() - began,
         "run_dir": str(folder),
         "last": str(last / "checkpoint-last.pt"),
-        "stopped": bool(stop),
+        "stopped": bool(stop) and (stage != stages[-1] or trainer.step < trainer.steps),
     }
 
 
@@ -988,8 +991,9 @@ def infer(args: argparse.Namespace) -> None:
     """Reviews by a checkpoint's policy, and the truth about them."""
     # differs: writes reviews
     saved = load_checkpoint(args.infer)
-    trainer = Trainer(args, saved["stage"], saved["given"], load_data(args))
-    trainer.load_model(args.infer)
+    characters = {"characters": saved["given"]["characters"]}
+    trainer = Trainer(args, "sft", characters, load_data(args))
+    trainer.actor.load_state_dict(saved["parts"]["actor"])
     generator = torch.Generator(trainer.device).manual_seed(args.seed)
     batch = sample_batch(
         trainer.actor, trainer.prompts(10), args.context, args.temperature, generator
@@ -1153,18 +1157,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             for name in ("width", "layers", "heads", "context"):
                 if getattr(args, name) != saved["config"][name]:
                     parser.error(f"argument --{name}: {path} has {saved['config'][name]}")
+    if args.sft_checkpoint and args.rm_checkpoint:
+        ours, theirs = (load_checkpoint(p) for p in (args.sft_checkpoint, args.rm_checkpoint))
+        if ours["given"]["characters"] != theirs["given"]["characters"]:
+            parser.error("argument --rm_checkpoint: has other characters than --sft_checkpoint")
     if args.width % args.heads:
         parser.error(f"argument --heads: {args.heads} does not divide --width {args.width}")
     if args.csv:
         try:
             reviews, skipped = load_csv(args.csv, args.context)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, csv.Error) as error:
             parser.error(f"argument --csv: {error}")
         if not args.quiet:
             why = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "none"
             print(f"{args.csv}: {len(reviews)} reviews; skipped: {why}")
-        if len(reviews) < 20 or len({review.positive for review in reviews}) < 2:
-            parser.error(f"argument --csv: {len(reviews)} reviews; give 20 of both labels at least")
+        labels: dict[str, set[bool]] = {}
+        for review in reviews:
+            labels.setdefault(review.category, set()).add(review.positive)
+        if len(reviews) < 20 or max(map(len, labels.values())) < 2:
+            what = "20 at least, and a category with both labels"
+            parser.error(f"argument --csv: {len(reviews)} reviews; give {what}")
+    elif args.context < 41 and len(load_data(args)[0]) < 18:
+        parser.error("argument --context: too few reviews of the grammar fit; they have up to 41")
     if args.run_name is None:
         args.run_name = f"{args.stage}-seed{args.seed}"
     if args.run_name in ("", "..") or Path(args.run_name).name != args.run_name:
@@ -1196,7 +1210,7 @@ def summary(result: dict, args: argparse.Namespace) -> str:
         found = stages["rm"]
         lines.append(
             f"reward model, held-out reviews: {found['accuracy']:.3f} of labels, "
-            f"{found['pair_accuracy']:.3f} of pairs"
+            f"{found.get('pair_accuracy', math.nan):.3f} of pairs"
         )
     rates = [stages[s]["true_positive"] for s in policies if s != "sft" and not args.csv]
     if rates and not result["stopped"]:

@@ -88,8 +88,6 @@ def part_dpo() -> list[dict]:
     lines = {
         "default": "",
         "alpha 0: DPO alone": "--dpo_alpha 0",
-        "beta 0.1": "--dpo_beta 0.1",
-        "beta 1": "--dpo_beta 1",
         "pairs of labelled reviews": "--dpo_pairs data",
     }
     return grid({("dpo", name): flags for name, flags in lines.items()})

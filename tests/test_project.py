@@ -159,7 +159,7 @@ SHORT = {  # what else keeps a run of one update short
 }
 
 
-@pytest.mark.parametrize("name", ["frozen_lake", "cartpole", "text_env", "oracle"])
+@pytest.mark.parametrize("name", ["frozen_lake", "cartpole", "text_env", "oracle", "rlhf"])
 def test_tables_of_the_docs_come_from_the_results(name):
     if str(ROOT / "benchmarks") not in sys.path:
         sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import csv
 import errno
 import json
 import math
@@ -1343,7 +1342,6 @@ def test_a_second_interrupt_stops_at_once(tmp_path, monkeypatch, capsys):
     assert "stopped at once" in capsys.readouterr().err
 
 
-@pytest.mark.xfail(strict=True, reason="stopped, though nothing is left to do")
 def test_interrupt_in_the_last_update_of_all_stops_nothing(tmp_path, monkeypatch):
     interrupt_at(monkeypatch, "sft", 6)
     assert tg.main(short(tmp_path, "a", "--stage", "sft")) == 0
@@ -1514,7 +1512,6 @@ def test_run_on_a_csv(tmp_path, capsys):
     assert "(" not in "".join(lines) and all("：" in line for line in lines)
 
 
-@pytest.mark.xfail(strict=True, reason="no pairs: 'max() arg is an empty sequence'")
 def test_csv_without_a_category_of_both_labels(tmp_path, capsys):
     rows = [f"{'甲乙'[k % 2]},{k % 2},好好{k % 5}" for k in range(60)]
     path = write(tmp_path / "a.csv", "\n".join(["cat,label,review", *rows]))
@@ -1524,14 +1521,12 @@ def test_csv_without_a_category_of_both_labels(tmp_path, capsys):
     assert not (tmp_path / tg.SCRIPT).exists()
 
 
-@pytest.mark.xfail(strict=True, reason="a batch without a pair: 'max() arg is an empty sequence'")
 def test_csv_with_a_category_of_one_label(tmp_path):
     rows = [f"{'甲乙'[k % 2]},{k % 4 // 2 * (k % 2)},好好{k % 5}" for k in range(80)]
     path = write(tmp_path / "a.csv", "\n".join(["cat,label,review", *rows]))
     assert tg.main(short(tmp_path, "a", "--csv", path, "--rm_batch", "2")) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="chosen_mask starts at the category's own ：")
 def test_csv_with_a_colon_in_a_category(tmp_path):
     """The prompt gets no gradient from DPO: the row is skipped, or the mask starts after it."""
     path = write(tmp_path / "a.csv", "cat,label,review\n甲：乙,1,好\n")
@@ -1544,7 +1539,6 @@ def test_csv_with_a_colon_in_a_category(tmp_path):
         assert mask[0].tolist() == [t + 1 >= given for t in range(mask.shape[1])]
 
 
-@pytest.mark.xfail(strict=True, raises=csv.Error, reason="a traceback")
 def test_csv_with_an_open_quote(tmp_path, capsys):
     rows = ["cat,label,review", '甲,1,"好', *[f"甲,{k % 2},{'好' * 40}" for k in range(4000)]]
     path = write(tmp_path / "a.csv", "\n".join(rows))
@@ -1553,7 +1547,6 @@ def test_csv_with_an_open_quote(tmp_path, capsys):
     assert stopped.value.code == 2 and "argument --csv" in capsys.readouterr().err
 
 
-@pytest.mark.xfail(strict=True, raises=IndexError, reason="the grammar's reviews are longer")
 def test_a_context_shorter_than_the_grammars_reviews(tmp_path):
     """Either they are left out, or the flag is refused."""
     try:
@@ -1562,14 +1555,12 @@ def test_a_context_shorter_than_the_grammars_reviews(tmp_path):
         assert stopped.code == 2
 
 
-@pytest.mark.xfail(strict=True, reason="no held-out pair: NaN in metrics.jsonl, not JSON")
 def test_metrics_of_few_reviews_are_numbers():
     for seed in range(6):
         found = tg.evaluate(make_trainer("rm", "--reviews", "20", "--seed", str(seed)))
         assert all(math.isfinite(value) for value in found.values())
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="sizes: a traceback")
 def test_checkpoints_of_different_characters(tmp_path, capsys):
     root = tmp_path / tg.SCRIPT
     paths = []
