@@ -67,7 +67,8 @@ from tqdm import tqdm
 def discounted_return(rewards: Tensor, gamma: float) -> Tensor:
     """(E,) return of rewards (E, T). Below gamma 1, a shorter walk to the goal is worth more."""
     # R = sum_t gamma^t * r_t
-    return (rewards * gamma ** torch.arange(rewards.shape[1], device=rewards.device)).sum(dim=1)
+    t = torch.arange(rewards.shape[1], dtype=rewards.dtype, device=rewards.device)
+    return (rewards * gamma**t).sum(dim=1)
 
 
 def compute_grpo(scores: Tensor, scale_rewards: str = "group") -> Tensor:

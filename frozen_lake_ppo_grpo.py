@@ -120,7 +120,8 @@ def flat_groups(scores: Tensor) -> Tensor:
 def discounted_return(rewards: Tensor, gamma: float) -> Tensor:
     """(E,) return of rewards (E, T). Below gamma 1, a shorter walk to the goal is worth more."""
     # R = sum_t gamma^t * r_t
-    return (rewards * gamma ** torch.arange(rewards.shape[1], device=rewards.device)).sum(dim=1)
+    t = torch.arange(rewards.shape[1], dtype=rewards.dtype, device=rewards.device)
+    return (rewards * gamma**t).sum(dim=1)
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:

@@ -59,7 +59,8 @@ from tqdm import tqdm
 def discounted_return(rewards: Tensor, gamma: float) -> Tensor:
     """(E,) return of rewards (E, T). Below gamma 1, a shorter walk to the goal is worth more."""
     # R = sum_t gamma^t * r_t
-    return (rewards * gamma ** torch.arange(rewards.shape[1], device=rewards.device)).sum(dim=1)
+    t = torch.arange(rewards.shape[1], dtype=rewards.dtype, device=rewards.device)
+    return (rewards * gamma**t).sum(dim=1)
 
 
 def compute_vanilla(rewards: Tensor, gamma: float) -> Tensor:
@@ -115,7 +116,7 @@ def compute_nstep(
     Fewer where the episode or the batch ends before. n 1: the TD error; n >= T: Monte Carlo.
     """
     delta = advantages = compute_td(rewards, values, next_values, terminated, gamma)
-    go_on = gamma * ~(terminated | truncated)
+    go_on = gamma * (~(terminated | truncated)).to(delta.dtype)
     for _ in range(min(n, delta.shape[1]) - 1):
         # Phi_t = A_t^(n) = delta_t + gamma * (1 - done_t) * A_{t+1}^(n-1)
         advantages = delta + go_on * F.pad(advantages[:, 1:], (0, 1))

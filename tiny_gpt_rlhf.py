@@ -522,8 +522,9 @@ def update_rl(trainer: Trainer) -> dict[str, float]:
     if ppo:
         advantages = whiten(advantages, batch.mask)
     check_finite(advantages=advantages)
-    with torch.no_grad():
-        logp_ref, _ = score_tokens(trainer.reference, batch.ids, args.temperature)
+    if not ppo:
+        with torch.no_grad():
+            logp_ref, _ = score_tokens(trainer.reference, batch.ids, args.temperature)
     rows: list[dict[str, float]] = []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(scores), generator=trainer.generator, device=trainer.device)
@@ -533,8 +534,8 @@ def update_rl(trainer: Trainer) -> dict[str, float]:
             ratio = (logp - old).masked_fill(~mask, 0.0).exp()  # mask before exp
             epsilon = args.clip_epsilon
             per_token = clipped_surrogate(ratio, advantages[part], epsilon, epsilon)
-            kl = kl_k3(logp, logp_ref[part]).masked_fill(~mask, 0.0)
             if not ppo:  # J = E[min(rho A, clip(rho) A) - beta * KL]: PPO has it in the reward
+                kl = kl_k3(logp, logp_ref[part]).masked_fill(~mask, 0.0)
                 per_token = per_token - args.grpo_beta * kl
             kind = "bnpo" if ppo else args.loss_type
             loss = -aggregate(per_token, mask, kind, args.context)

@@ -1794,7 +1794,6 @@ def test_no_reward_no_gradient(flags, name, tmp_path, capsys):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.xfail(strict=True, reason="gamma ** integers, and gamma * bools, are float32 in torch")
 @pytest.mark.parametrize("name", ["discounted_return", "compute_nstep"])
 def test_discounting_in_double_precision(name):
     """A relative 1e-7: nothing beside the noise, but the reward is float64 here."""
