@@ -160,6 +160,7 @@ def part_solve() -> list[dict]:
 
 
 def part_v0() -> list[dict]:
+    """Every estimator on CartPole-v0."""
     return grid({k: f"{v} --env_id CartPole-v0" for k, v in LINES.items()}, SEEDS[:5])
 
 
@@ -171,6 +172,7 @@ def part_discount() -> list[dict]:
 
 
 def part_normalize() -> list[dict]:
+    """PPO's advantages as they are, over the batch, over minibatches."""
     kinds = ("none", "batch", "minibatch")
     return grid({k: f"--adv_estimator ppo --normalize_advantages {k}" for k in kinds})
 
@@ -188,6 +190,7 @@ def part_passes() -> list[dict]:
 
 
 def part_notes() -> list[dict]:
+    """The notes' flags, for as many steps as their printed code took."""
     return grid({k: f"{v} --target_return 0" for k, v in NOTES.items()}, SEEDS[:5])
 
 
@@ -203,6 +206,7 @@ def part_branch() -> list[dict]:
 
 
 def part_horizons() -> list[dict]:
+    """Branches of fixed length, and growing, under two rewards."""
     lines = {f"{h}, survival": f"--horizon {h}" for h in (1, 2, 5, 10, 20, 40)}
     lines |= {"grows, survival": ""}
     lines |= {f"{h}, shaped": f"--horizon {h} --reward shaped" for h in (1, 2, 5, 10, 20, 40)}
@@ -210,6 +214,7 @@ def part_horizons() -> list[dict]:
 
 
 def part_cures() -> list[dict]:
+    """What else keeps groups from going flat."""
     lines = {"grows (default)": "", "20 steps": "--horizon 20"}
     lines |= {"20 steps, shaped reward": "--horizon 20 --reward shaped"}
     lines |= {"20 steps, random visits": "--horizon 20 --random_visits 0.3"}

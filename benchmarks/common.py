@@ -17,6 +17,16 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = [ROOT / "README.md", ROOT / "docs" / "README.zh-CN.md"]
+RESULTS = ROOT / "docs" / "results.md"  # where every part of every benchmark is listed
+
+MACHINE = "Python {python}, torch {torch}, gymnasium {gymnasium}; {cpu}, {threads} of {cores} cores"
+
+
+def cpu_name() -> str:
+    """The model, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def spread(rows: list[dict], name: str, digits: int = 3, scale: float = 1.0) -> str:
@@ -50,9 +60,9 @@ class Benchmark:
         tables: dict[str, tuple[list[str], Callable[[list[dict]], str]]],
         docs: list[str],
     ) -> None:
+        self.name, self.parts, self.tables = name, parts, tables
         self.results_path = ROOT / "benchmarks" / "results" / f"{name}.json"
-        self.pages = [*(ROOT / "docs" / page for page in docs), *README]
-        self.parts, self.tables = parts, tables
+        self.pages = [*(ROOT / "docs" / page for page in docs), RESULTS, *README]
 
     def results(self) -> dict:
         path = self.results_path
@@ -60,18 +70,56 @@ class Benchmark:
 
     def render(self, page: str, results: dict) -> str:
         """The page with every table between its marks made from the results."""
+        texts = {f"results_{self.name}": self.table_parts(results)}
         for name, (parts, make) in self.tables.items():
             if all(part in results for part in parts):
-                text = make([row for part in parts for row in results[part]])
-                marks = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
-                page = re.sub(marks, lambda m, t=text: m[1] + t + "\n" + m[2], page, flags=re.S)
+                texts[name] = make([row for part in parts for row in results[part]])
+        for name, text in texts.items():
+            marks = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
+            page = re.sub(marks, lambda m, t=text: m[1] + t + "\n" + m[2], page, flags=re.S)
         return page
+
+    def where(self, part: str) -> str:
+        """Links from docs/results.md to the pages on which a table of this part stands."""
+        marks = [
+            f"<!-- table {name} -->" for name, (parts, _) in self.tables.items() if part in parts
+        ]
+        found = []
+        for page in self.pages:
+            text = page.read_text(encoding="utf-8")
+            if page != README[1] and any(mark in text for mark in marks):
+                link = os.path.relpath(page, RESULTS.parent)
+                found.append("this page" if page == RESULTS else f"[{page.stem}]({link})")
+        return ", ".join(found) if marks else "pictures"
+
+    def table_parts(self, results: dict) -> str:
+        """What each part measures, how to run it, the minutes it took, where its tables stand."""
+        body, machines = [], {}
+        for part, function in self.parts.items():
+            about = (function.__doc__ or "").split("\n")[0].rstrip(".")
+            facts = results.get("machine", {}).get(part, {})
+            took = f"{facts['minutes']:.1f}" if facts else "not yet run"
+            command = f"`python benchmarks/{self.name}.py {part}`"
+            body.append([about, command, took, self.where(part)])
+            if facts:
+                machine = (
+                    "Python {python}, torch {torch}, gymnasium {gymnasium}; {cpu}, {cores} cores"
+                )
+                machine = f"{machine}, {{threads}} of them used by torch".format(**facts)
+                machines.setdefault(machine, []).append(part)
+        text = table(["what is measured", "command", "minutes", "tables on"], body)
+        for machine, parts in machines.items():
+            names = "All parts" if len(machines) == 1 else ", ".join(parts)
+            text += f"\n\n{names}: {machine}."
+        return text
 
     def write_tables(self) -> None:
         results = self.results()
         for page in self.pages:
-            text = self.render(page.read_text(encoding="utf-8"), results)
-            page.write_text(text, encoding="utf-8")
+            old = page.read_text(encoding="utf-8")
+            new = self.render(old, results)
+            if new != old:
+                page.write_text(new, encoding="utf-8")
 
     def measure(self, part: str) -> None:
         start = time.perf_counter()
@@ -79,7 +127,7 @@ class Benchmark:
         results = self.results()  # another part may have ended meanwhile
         results[part] = rows
         results.setdefault("machine", {})[part] = {
-            "cpu": platform.processor() or platform.machine(),
+            "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),

@@ -131,18 +131,22 @@ def grid(lines: dict[str, str], estimators: list[str], seeds=SEEDS) -> list[dict
 
 
 def part_plain() -> list[dict]:
+    """The default runs, 4x4 without slipping: success, time, where greedy ends."""
     return grid({"not slippery": PLAIN}, ["ppo", "grpo", "rloo"])
 
 
 def part_slippery() -> list[dict]:
+    """4x4 with slipping: success and time."""
     return grid({"slippery": SLIPPERY}, ["ppo", "grpo", "rloo"])
 
 
 def part_greedy() -> list[dict]:
+    """Why greedy lags: GRPO under five discounts."""
     return grid({f"{g}": f"--gamma {g}" for g in (1, 0.99, 0.95, 0.9, 0.8)}, ["grpo"])
 
 
 def part_collapse() -> list[dict]:
+    """Slippery ice with small batches: what keeps a run from one action everywhere."""
     return grid({k: f"{SMALL_SLIPPERY} {v}" for k, v in COLLAPSE.items()}, ["grpo"]) + grid(
         {"as the default run, at learning rate 1e-3": f"{SMALL_SLIPPERY} --gamma 0.995",
          "entropy bonus 0.05": f"{SMALL_SLIPPERY} --gamma 0.995 --entropy_coef 0.05",
@@ -183,12 +187,14 @@ def part_constant() -> list[dict]:
 
 
 def part_large() -> list[dict]:
+    """8x8, with exploring starts and without."""
     without = "--frozen_lake_size 8 --batch_size 64 --max_steps 100"
     found = grid({"exploring starts": LARGE}, ["ppo", "grpo"])
     return found + grid({"without": without}, ["ppo", "grpo"])
 
 
 def part_article() -> list[dict]:
+    """All settings of the article at once, 3 seeds."""
     return grid({"article's settings": ARTICLE}, ["ppo", "grpo"], range(3))
 
 

@@ -40,14 +40,17 @@ def measure(flags: str, **line: object) -> list[dict]:
 
 
 def part_default() -> list[dict]:
+    """All estimators at three policies, 4,000 batches."""
     return measure("--batches 4000")
 
 
 def part_cnn() -> list[dict]:
+    """The same in the parameters of the CNN, 1,000 batches."""
     return measure("--policy cnn --batches 1000")
 
 
 def part_gamma() -> list[dict]:
+    """Some of them under gamma 0.9."""
     names = "vanilla reinforce trajectory_mean value actor_critic gae grpo:none grpo:group rloo"
     return measure(f"--gamma 0.9 --batches 2000 --estimators {names}")
 

@@ -85,6 +85,7 @@ def part_beta() -> list[dict]:
 
 
 def part_dpo() -> list[dict]:
+    """DPO alone, with alpha, and on labelled pairs."""
     lines = {
         "default": "",
         "alpha 0: DPO alone": "--dpo_alpha 0",

@@ -92,6 +92,7 @@ def sweep(values, flags: str, forms=FORMS, seeds=SEEDS[:10]) -> list[dict]:
 
 
 def part_solve() -> list[dict]:
+    """Four targets, three losses, 20 seeds."""
     lines = {
         (target, form): f"--adv_estimator {form} {flags}"
         for target, flags in TARGETS.items()
@@ -118,6 +119,7 @@ def part_article() -> list[dict]:
 
 
 def part_scale() -> list[dict]:
+    """Rewards x1, x10, x100, at fixed T and auto."""
     fixed = sweep((1, 10, 100), "--temperature 0.3 --reward_scale {}", FORMS[:2])
     auto = sweep((1, 10, 100), "--reward_scale {}")
     rows = [row | {"temperature": "0.3"} for row in fixed]
@@ -125,15 +127,18 @@ def part_scale() -> list[dict]:
 
 
 def part_temperature() -> list[dict]:
+    """T from 0.01 to 1, and auto."""
     values = ("0.01", "0.03", "0.1", "0.3", "1", "auto")
     return sweep(values, "--temperature {}", FORMS[:2])
 
 
 def part_group() -> list[dict]:
+    """128 texts an update in groups of 2 to 16."""
     return sweep((2, 4, 8, 16), "--group_size {}")
 
 
 def part_weight() -> list[dict]:
+    """A text's weight: mean or sum of its log-ratios."""
     return sweep(("mean", "sum"), "--trajectory_weight {}", FORMS[:2])
 
 
@@ -152,6 +157,7 @@ def part_balance() -> list[dict]:
 
 
 def part_normalize() -> list[dict]:
+    """Returns as they are and normalised, at a fixed T."""
     flags = {"as they are": "--no-normalize_returns", "normalised": "--normalize_returns"}
     rows = []
     for name, flag in flags.items():
@@ -160,6 +166,7 @@ def part_normalize() -> list[dict]:
 
 
 def part_observation() -> list[dict]:
+    """The position as one-hot or as one number."""
     lines = {
         (f"{kind}, entropy bonus {coef}", form): f"--adv_estimator {form} --observation {kind} "
         f"--entropy_coef {coef} --max_steps 1000"
@@ -170,6 +177,7 @@ def part_observation() -> list[dict]:
 
 
 def part_language() -> list[dict]:
+    """Three alphabets, of 10 to 3,759 characters."""
     lines = {
         (f"{language}, {len(alphabet)}", form): f"--language {language} --adv_estimator {form}"
         for language, (_, alphabet) in te.CHARSETS.items()
@@ -179,18 +187,22 @@ def part_language() -> list[dict]:
 
 
 def part_supervision() -> list[dict]:
+    """One advantage a text, or one a character."""
     return sweep(("outcome", "process"), "--supervision {}")
 
 
 def part_passes() -> list[dict]:
+    """Several gradient steps on a batch: ratio, clip, k1 and k3."""
     return sweep((1, 2, 4, 8), "--num_updates_per_batch {}")
 
 
 def part_entropy() -> list[dict]:
+    """Four sizes of the entropy bonus."""
     return sweep((0, 0.01, 0.02, 0.05), "--entropy_coef {}")
 
 
 def part_hybrid() -> list[dict]:
+    """A critic's term beside the group's."""
     return sweep((0, 0.3, 1), "--hybrid_coef {}")
 
 

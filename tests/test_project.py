@@ -1,8 +1,7 @@
-"""What holds for all scripts: dependencies, identical copies, docs that name what exists."""
+"""What holds for all scripts: dependencies, identical copies, no leftovers."""
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from conftest import ROOT
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
-DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
 def inline_metadata(path: Path) -> list[str]:
@@ -100,76 +98,6 @@ def test_import_runs_nothing_and_loads_nothing_heavy(path):
     code += "'matplotlib', 'torch._dynamo') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
-
-
-def test_docs_name_what_exists():
-    """`function()` in docs/articles.md and docs/errata.md exists; so does every test_... named."""
-    functions = {
-        node.name
-        for path in SCRIPTS
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-    tests = {
-        node.name
-        for path in (ROOT / "tests").glob("test_*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    for path in DOCS:
-        text = path.read_text(encoding="utf-8")
-        for name in re.findall(r"`(\w+)\(\)`", text):
-            assert name in functions, f"{path.name}: {name}"
-        for name in re.findall(r"`(test_\w+)`", text):
-            assert name in tests, f"{path.name}: {name}"
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
-
-
-def commands(path: Path) -> list[str]:
-    """`python ....py ...` lines of the fenced blocks of a page, without comments."""
-    fences = re.findall(r"```(?:sh|bash)?\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
-    joined = "\n".join(fences).replace("\\\n", " ")
-    lines = [line.split("#")[0].strip() for line in joined.splitlines()]
-    return [line for line in lines if re.match(r"python \w+\.py ", line)]
-
-
-# commands about a file of another run need a run first; the scripts' own tests try those
-ALONE = re.compile(r"(?!.*--(infer|resume|reference|offline|help|sft_checkpoint)\b)")
-ALL_COMMANDS = sorted({c for path in DOCS for c in commands(path) if ALONE.match(c)})
-
-
-@pytest.mark.parametrize("command", ALL_COMMANDS)
-def test_every_command_of_the_docs_runs(command, tmp_path, monkeypatch):
-    """In short mode."""
-    monkeypatch.chdir(tmp_path)
-    _, script, *flags = shlex.split(command)
-    name = Path(script).stem
-    short = [*SHORT[name].split(), "--quiet", "--threads", "1"]
-    assert __import__(name).main([*flags, *short, "--output_dir", str(tmp_path)]) == 0
-
-
-SHORT = {  # what else keeps a run of one update short
-    "frozen_lake_ppo_grpo": "--batch_size 2 --eval_maps 2 --max_steps 1",
-    "cartpole_pg_family": "--eval_episodes 2 --max_steps 1",
-    "cartpole_grpo": "--eval_episodes 2 --num_states 4 --max_steps 1",
-    "text_env_pairwise_grpo": "--max_steps 1",
-    "policy_gradient_oracle": "--batches 4 --points start",
-    "tiny_gpt_rlhf": "--max_steps 1 --reviews 200 --eval_texts 8 --dpo_texts 64 --num_prompts 2",
-}
-
-
-@pytest.mark.parametrize("name", ["frozen_lake", "cartpole", "text_env", "oracle", "rlhf"])
-def test_tables_of_the_docs_come_from_the_results(name):
-    if str(ROOT / "benchmarks") not in sys.path:
-        sys.path.insert(0, str(ROOT / "benchmarks"))
-    benchmark = __import__(name).BENCHMARK
-    results = benchmark.results()
-    assert set(benchmark.parts) <= set(results)
-    for path in benchmark.pages:
-        page = path.read_text(encoding="utf-8")
-        assert page == benchmark.render(page, results), f"run benchmarks/{name}.py --tables"
-        assert "<!-- table" in page and "-->\n<!-- end" not in page  # no table is empty
 
 
 def test_figures(tmp_path):
