@@ -71,7 +71,7 @@ def table_museum(rows: list[dict]) -> str:
 
 
 TABLES = {"museum": (["curves"], table_museum)}
-BENCHMARK = Benchmark("museum", PARTS, TABLES, ["bug_museum.md"])
+BENCHMARK = Benchmark("museum", PARTS, TABLES, [])
 
 if __name__ == "__main__":
     BENCHMARK.main(__doc__)
