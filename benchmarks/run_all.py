@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from common import ROOT, Benchmark  # noqa: E402
 
-NAMES = ("frozen_lake", "cartpole", "text_env", "oracle", "rlhf", "museum", "curves")
+NAMES = ("frozen_lake", "cartpole", "text_env", "oracle", "rlhf", "museum", "exercises", "curves")
 
 
 def benchmarks() -> list[Benchmark]:
