@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from conftest import ROOT
 
@@ -98,20 +97,6 @@ def test_import_runs_nothing_and_loads_nothing_heavy(path):
     code += "'matplotlib', 'torch._dynamo') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
-
-
-def test_figures(tmp_path):
-    """Every picture of docs/images is drawn, and nothing else lies there."""
-    if str(ROOT / "benchmarks") not in sys.path:
-        sys.path.insert(0, str(ROOT / "benchmarks"))
-    figures = __import__("figures")
-    figures.main(tmp_path)
-    names = {path.name for path in tmp_path.iterdir() if path.stat().st_size > 5000}
-    assert names == {path.name for path in figures.IMAGES.iterdir()}
-    x = torch.tensor([-3.0, -1.0, 0.5, 4.0], dtype=torch.float64)
-    assert torch.allclose(figures.pull("pairwise_linear", x, 2.0), x / 4)
-    assert torch.allclose(figures.pull("pairwise_logistic", x, 2.0), (x / 2).sigmoid() - 0.5)
-    assert torch.allclose(figures.pull("group_norm", x, 2.0), x.sign() / 8**0.5, rtol=1e-3)
 
 
 def test_no_leftovers():
