@@ -3,8 +3,8 @@
 import ast
 import re
 import shlex
-import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,9 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(1, str(ROOT / "benchmarks"))
-from run_all import NAMES
+import run_all
+
+NAMES = run_all.NAMES
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 README, TWIN = ROOT / "README.md", ROOT / "docs" / "README.zh-CN.md"
@@ -54,19 +56,19 @@ def links(path: Path) -> list[tuple[str, str]]:
 # ---- names, links, commands, tables --------------------------------------------------------------
 
 
+@cache
+def defined(pattern: str) -> set[str]:
+    """Functions, methods and classes of these files."""
+    trees = [ast.walk(ast.parse(read(path))) for path in ROOT.glob(pattern)]
+    kinds = ast.FunctionDef | ast.ClassDef
+    return {node.name for tree in trees for node in tree if isinstance(node, kinds)}
+
+
 @pytest.mark.parametrize("path", DOCS, ids=by_name)
 def test_functions_and_tests_named_exist(path):
     """`function()` is in a script, `test_...` in a test file."""
-
-    def defined(files: list[Path]) -> set[str]:
-        trees = [ast.walk(ast.parse(read(file))) for file in files]
-        kinds = ast.FunctionDef | ast.ClassDef
-        return {node.name for tree in trees for node in tree if isinstance(node, kinds)}
-
-    text = read(path)
-    assert set(re.findall(r"`(\w+)\(\)`", text)) <= defined(SCRIPTS)
-    tests = defined(list((ROOT / "tests").glob("test_*.py")))
-    assert set(re.findall(r"`(test_\w+)`", text)) <= tests
+    assert set(re.findall(r"`(\w+)\(\)`", read(path))) <= defined("*.py")
+    assert set(re.findall(r"`(test_\w+)`", read(path))) <= defined("tests/test_*.py")
 
 
 @pytest.mark.parametrize("path", DOCS, ids=by_name)
@@ -148,16 +150,20 @@ def test_every_benchmark_is_run_and_every_table_is_made():
         assert not shown or path in pages
 
 
-def test_run_all_lists_every_part():
-    done = subprocess.run(
-        [sys.executable, "benchmarks/run_all.py", "--list"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def test_run_all_lists_every_part(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--list"])
+    assert run_all.main() == 0
+    listed = capsys.readouterr().out
     for name in NAMES:
         for part in __import__(name).BENCHMARK.parts:
-            assert f"python benchmarks/{name}.py {part}\n" in done.stdout
+            assert f"python benchmarks/{name}.py {part}\n" in listed
+
+
+def test_run_all_stops_at_the_first_failure(monkeypatch, capsys):
+    found = [("-c pass", 0.0), ("-c exit(3)", 0.0), ("-c never", 0.0)]
+    monkeypatch.setattr(run_all, "commands", lambda: found)
+    assert run_all.run_all() == 1
+    assert capsys.readouterr().out.endswith("failed: python -c exit(3) (exit 3)\n")
 
 
 # ---- README.md and docs/README.zh-CN.md are twins ------------------------------------------------

@@ -23,7 +23,6 @@ PAGES = sorted({*README, *(ROOT / "docs").glob("*.md")})
 # page -> number as written -> where it comes from:
 #   table NAME     a generated table of another heading or page; the number stands in it
 #   PATH           a file of the repository; the number stands in it
-#   lines PATH     the length of a file, to the nearest 20 lines
 #   test_NAME      a test that shows it
 #   = FORMULA      computed (with the names of math)
 #   FILE PART: ... a condition on the rows of benchmarks/results/FILE.json, for a bound
@@ -72,7 +71,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "0.2": "advice",
         "0.5": "advice",
         "0.05": "advice",
-        "1,060": "lines cartpole_pg_family.py",
+        "1,060": "test_lengths_of_the_scripts",
     },
     "errata.md": {
         "2.14": "article: the torch on which the printed code was run",
@@ -121,7 +120,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "0.875": "= (8 - 1) / 8",
         "2.4": "table oracle_scale",
         "1,500": "benchmarks/oracle.py",
-        "1,050": "lines policy_gradient_oracle.py",
+        "1,050": "test_lengths_of_the_scripts",
     },
     "text_env.md": {
         "0.1": "text_env_pairwise_grpo.py",
@@ -140,7 +139,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "90 %": "rlhf all: all(r['true_positive'] > 0.9 for r in rows if r['stage'] == 'ppo')",
         "116,544": "test_the_size_of_the_gpt",
         "0.8": "tiny_gpt_rlhf.py",
-        "1,240": "lines tiny_gpt_rlhf.py",
+        "1,240": "test_lengths_of_the_scripts",
     },
 }
 
@@ -238,8 +237,6 @@ def holds(number: str, source: str) -> bool:
     if kind == "table":
         bodies = [dict(TABLE.findall(read(page))).get(rest, "") for page in PAGES]
         return any(reads(number, values(body)) for body in bodies)
-    if kind == "lines":
-        return abs(len(read(ROOT / rest).splitlines()) - float(number.replace(",", ""))) <= 20
     if kind == "=":
         return reads(number, {abs(eval(rest, vars(math)))})
     if kind.startswith("test_"):
@@ -281,6 +278,14 @@ def test_what_a_number_reads():
     assert reads("1,060", {1060.0}) and not reads("1,060", {1061.0}) and reads("3 of 5", {3, 5})
     text = "0.5 in 4.1.2, 12 s, 3 of 25, 1,000, 7 to 9 minutes, 5 %"
     assert NUMBER.findall(text) == ["0.5", "12", "3 of 25", "1,000", "7", "9", "5 %"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_lengths_of_the_scripts(path):
+    """ "about 1,060 (`wc -l`)" on the page of a script: give or take 20."""
+    title = read(path).splitlines()[0].strip("# ")
+    for written in re.findall(r"([\d,]+) \(`wc -l`\)", read(path)):
+        assert abs(len(read(ROOT / title).splitlines()) - float(written.replace(",", ""))) <= 20
 
 
 def test_the_size_of_the_gpt():
