@@ -29,8 +29,8 @@ PAGES = sorted({*README, *(ROOT / "docs").glob("*.md")})
 #   article: ...   what an article prints, or what its printed code did when it was run
 #   advice         a rule of thumb
 SOURCES: dict[str, dict[str, str]] = {
-    "README.md": {"3.10": "frozen_lake_ppo_grpo.py"},
-    "README.zh-CN.md": {"3.10": "frozen_lake_ppo_grpo.py"},
+    "README.md": {"3.10": "frozen_lake_ppo_grpo.py", "1,000": "frozen_lake_ppo_grpo.py"},
+    "README.zh-CN.md": {"3.10": "frozen_lake_ppo_grpo.py", "1,000": "frozen_lake_ppo_grpo.py"},
     "results.md": {"95 %": "text_env_pairwise_grpo.py"},
     "articles.md": {
         "0.977": "table runs",
@@ -63,6 +63,7 @@ SOURCES: dict[str, dict[str, str]] = {
     },
     "cartpole_pg_family.md": {
         "5,000": "cartpole_pg_family.py",
+        "0.9": "article: the notes' gamma",
         "0.98": "benchmarks/cartpole.py",
         "100,000": "benchmarks/cartpole.py",
         "500,000": "benchmarks/cartpole.py",
@@ -188,7 +189,8 @@ def every_test() -> dict[str, str]:
 
 
 def generated(text: str) -> str:
-    return "\n".join(body for _, body in TABLE.findall(text))
+    """All generated tables; not those of minutes, in docs/results.md."""
+    return "\n".join(body for name, body in TABLE.findall(text) if "results_" not in name)
 
 
 def prose(section: str) -> list[str]:
