@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional as F
 
 import policy_gradient_oracle as po
-from conftest import close, golden
+from conftest import close, events_of, golden
 
 F64 = torch.float64
 CUSTOM = ("SFFHF", "FGFFF", "FFFHG", "HFFFF")
@@ -1379,11 +1379,9 @@ def test_files_of_a_run(finished):
 
 
 def test_tensorboard_of_a_run(finished):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     (run,) = (finished[0] / "policy_gradient_oracle").iterdir()
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
-    events = EventAccumulator(str(run), size_guidance={"images": 0, "tensors": 0}).Reload()
+    events = events_of(run, images=0, tensors=0)
     tags = {f"{key}/{name}" for key in (*KEYS, "off") for name in po.ESTIMATORS}
     assert set(events.Tags()["scalars"]) == tags
     for name in ("reinforce", "k3:reward"):
@@ -1471,15 +1469,13 @@ def test_figures_show_the_numbers():
 
 
 def test_a_run_without_matplotlib(tmp_path, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     flags = [*SHORT, "--points", "half", "--estimators", "rloo", "--quiet"]
     assert po.main([*flags, "--output_dir", str(tmp_path), "--run_name", "a"]) == 0
     run = tmp_path / "policy_gradient_oracle" / "a"
     json.loads((run / "results.json").read_text(encoding="utf-8"))
-    assert not EventAccumulator(str(run)).Reload().Tags()["images"]
+    assert not events_of(run).Tags()["images"]
 
 
 def numbers_of(folder: Path) -> dict:
@@ -1487,7 +1483,7 @@ def numbers_of(folder: Path) -> dict:
 
 
 def test_same_seed_same_numbers(tmp_path, capsys):
-    flags = [*SHORT, "--points", "trained", "half", "--estimators", "k1", "gae", "--quiet"]
+    flags = [*SHORT, "--points", "half", "start", "--estimators", "k1", "gae", "--quiet"]
     flags += ["--output_dir", str(tmp_path)]
     assert po.main(flags) == po.main(flags) == po.main([*flags, "--seed", "7"]) == 0
     assert capsys.readouterr() == ("", "")
@@ -1495,7 +1491,7 @@ def test_same_seed_same_numbers(tmp_path, capsys):
     names = [f"tabular-4x4-seed{end}" for end in ("42", "42-2", "7")]
     assert sorted(p.name for p in parent.iterdir()) == sorted(names)
     a, b, c = (numbers_of(parent / name) for name in names)
-    assert a == b != c and list(a) == ["half", "trained"]
+    assert a == b != c and list(a) == ["start", "half"]
     assert list(a["half"]["estimators"]) == ["k1:loss", "k1:reward", "gae", "gae:learned"]
 
 
