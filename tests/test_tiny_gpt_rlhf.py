@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import errno
 import json
 import math
 import os
@@ -20,7 +19,17 @@ import torch
 from scipy import stats
 
 import tiny_gpt_rlhf as tg
-from conftest import close, golden, same
+from conftest import (
+    bad_files,
+    check_full_disk,
+    check_refused,
+    check_unwritable,
+    close,
+    events_of,
+    golden,
+    metrics,
+    same,
+)
 
 CPU = torch.device("cpu")
 RL = ["ppo", "grpo"]
@@ -1047,14 +1056,6 @@ def train(*flags: str, tmp_path: Path) -> tuple[dict, list[dict], Path]:
     return result["stages"], metrics(stages[0]) if len(stages) == 1 else [], folder
 
 
-def metrics(folder: Path) -> list[dict]:
-    """Rows, less what depends on the clock."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if k != "charts/train_seconds"} for line in lines
-    ]
-
-
 def state(folder: Path, name="checkpoint-last.pt") -> dict:
     """A checkpoint, less the clock, its flags and the models it was given."""
     found = tg.load_checkpoint(str(folder / name))
@@ -1120,7 +1121,7 @@ def test_the_score_rises(stage, learnt, tmp_path):
 def test_beta_holds_the_policy_at_the_reference(stage, flag, learnt, tmp_path):
     kl = []
     for beta in ("0", "30"):
-        flags = [f"--{stage}_steps", "8", f"--{stage}_rate", "4e-3", flag, beta]
+        flags = [f"--{stage}_steps", "5", f"--{stage}_rate", "4e-3", flag, beta]
         kl.append(policy_run(learnt, tmp_path, stage, *flags)[0]["kl_text"])
     assert kl[1] < 0.25 * kl[0]
 
@@ -1210,8 +1211,6 @@ def run(tmp_path_factory) -> Path:
 
 
 def test_run_folder_and_tags(run):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     assert {path.name for path in run.iterdir()} == {*tg.STAGES}
     for stage, steps in STEPS.items():
         folder = run / stage
@@ -1245,7 +1244,7 @@ def test_run_folder_and_tags(run):
             due = row["step"] % every == 0 or row["step"] == steps
             more = {f"eval/{name}" for name in told} if due else set()
             assert row.keys() == expected | more | {"step"}
-        events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+        events = events_of(folder, tensors=0)
         tags = {f"{kind}/{name}" for name in told for kind in ("eval", "hparam")}
         assert set(events.Tags()["scalars"]) == expected | tags
         values = [(e.step, e.value) for e in events.Scalars("losses/policy_loss")]
@@ -1372,17 +1371,8 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys, run)
     folder = tmp_path / "a"
     shutil.copytree(run, folder)
     path = folder / "dpo" / "checkpoint-last.pt"
-    before, write_bytes = path.read_bytes(), Path.write_bytes
-
-    def full(path, data):
-        write_bytes(path, bytes(data)[:1000])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert tg.main(["--resume", str(folder / "dpo/checkpoint-000002.pt"), "--quiet"]) == 1
-    error = capsys.readouterr().err
-    assert error.strip().count("\n") == 0 and "No space left" in error and "dpo" in error
-    assert path.read_bytes() == before and not [*path.parent.glob("*.tmp")]
+    flags = ["--resume", str(folder / "dpo/checkpoint-000002.pt")]
+    assert "dpo" in check_full_disk(tg, path, flags, monkeypatch, capsys)
 
 
 NAN = [("sft", "score_tokens", "loss"), ("rm", "read_scores", "loss"), ("ppo", "whiten", "advant")]
@@ -1655,16 +1645,8 @@ BAD = [
 def files(run, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bad")
     found = {s.upper(): run / s / "checkpoint-last.pt" for s in ("sft", "rm", "ppo")}
-    names = ["MISSING", "TRUNCATED", "FOREIGN", "SISTER", "OLDER"]
-    names += ["NOWHERE", "COLUMNS", "EMPTY", "FEW", "ONE"]
-    found |= {name: folder / name.lower() for name in names}
-    found["FOLDER"] = folder
-    found["TRUNCATED"].write_bytes(found["SFT"].read_bytes()[:5000])
-    torch.save({"parts": {}}, found["FOREIGN"])
-    old = tg.load_checkpoint(str(found["SFT"]))
-    torch.save(old | {"script": "cartpole_grpo"}, found["SISTER"])
-    del old["config"]["dpo_alpha"]
-    torch.save(old, found["OLDER"])
+    found |= bad_files(tg, found["SFT"], folder, missing="dpo_alpha")
+    found |= {name: folder / name.lower() for name in ("NOWHERE", "COLUMNS", "EMPTY", "FEW", "ONE")}
     write(found["COLUMNS"], "cat,review\n甲,好\n")
     write(found["EMPTY"], "")
     write(found["FEW"], "cat,label,review\n" + "".join(f"甲,{k % 2},好\n" for k in range(19)))
@@ -1677,20 +1659,13 @@ def test_bad_input(line, flag, text, tmp_path, capsys, files, run):
     flags = [str(files.get(word, word)) for word in line.split()]
     if not {"--resume", "--infer"} & {*flags}:
         flags = [*short(tmp_path / "out", "a"), *flags]
-    before = sorted(run.rglob("*"))
-    with pytest.raises(SystemExit) as stopped:
-        tg.main(flags)
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert f"argument --{flag}" in error and text in error and "Traceback" not in error
-    assert not (tmp_path / "out").exists() and sorted(run.rglob("*")) == before
+    error = check_refused(tg, flags, tmp_path, capsys, [run])
+    assert error.startswith(f"argument --{flag}") and text in error
 
 
 def test_output_folder_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert tg.main(short(tmp_path / "file", "a", "--stage", "sft")) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.strip().count("\n") == 0
+    check_unwritable(tg, short(tmp_path / "file", "a", "--stage", "sft"), capsys)
 
 
 @pytest.mark.parametrize("stage", UPDATES, ids=" ".join)
