@@ -52,6 +52,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "0.991": "table museum",
         "0.994": "table museum",
         "0.997": "table museum",
+        "1.07": "= sqrt(8 / 7)",
         "30,000": "tests/test_bug_museum.py",
     },
     "cartpole_grpo.md": {
