@@ -99,15 +99,16 @@ def check_resume(script, whole: Path, name: str, monkeypatch) -> tuple[Path, int
     """
     half = whole.with_name("half")
     half.mkdir()
-    for file in (name, "metrics.jsonl"):
-        shutil.copy(whole / file, half)
+    shutil.copy(whole / "metrics.jsonl", half)
+    old = checkpoint_of(whole / name)
+    torch.save(old | {"counters": (*old["counters"][:-1], 1000.0)}, half / name)
     done, real = [], script.Trainer.update
     with monkeypatch.context() as patch:
         patch.setattr(script.Trainer, "update", lambda t: done.append(1) or real(t))
         assert script.main(["--resume", str(half / name), "--quiet"]) == 0
     for path in half.glob("*.pt"):
         assert same(state(whole, path.name), state(half, path.name))
-    assert 0 < seconds(half / name) < seconds(half / "checkpoint-last.pt")  # they add up
+    assert 0 < seconds(whole / name) < 1000 < seconds(half / "checkpoint-last.pt")  # they add up
     assert metrics(whole) == metrics(half)  # what came later was logged anew, and none twice
     return half, len(done)
 
