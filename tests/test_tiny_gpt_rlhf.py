@@ -851,9 +851,9 @@ def test_update_in_loops_where_the_clip_acts(stage, flags, monkeypatch):
     assert [prompts[3 * k] for k in range(3) for _ in range(3)] == prompts  # groups
     rows = rl_transcription(slow, batch, state)
     assert len(rows) == 2 * 3 and (weights(trainer.actor) - before).abs().max() > 1e-4
-    close(weights(trainer.actor), weights(slow.actor), 1e-7)
+    close(weights(trainer.actor), weights(slow.actor), 1e-6)
     if stage == "ppo":
-        close(weights(trainer.critic), weights(slow.critic), 1e-7)
+        close(weights(trainer.critic), weights(slow.critic), 1e-6)
     for name in rows[0]:
         assert row[name] == pytest.approx(statistics.mean(r[name] for r in rows), rel=1e-6), name
     assert 0.1 < row["losses/clipfrac"] < 0.9
@@ -1121,7 +1121,7 @@ def test_the_score_rises(stage, learnt, tmp_path):
 def test_beta_holds_the_policy_at_the_reference(stage, flag, learnt, tmp_path):
     kl = []
     for beta in ("0", "30"):
-        flags = [f"--{stage}_steps", "5", f"--{stage}_rate", "4e-3", flag, beta]
+        flags = [f"--{stage}_steps", "8", f"--{stage}_rate", "4e-3", flag, beta]
         kl.append(policy_run(learnt, tmp_path, stage, *flags)[0]["kl_text"])
     assert kl[1] < 0.25 * kl[0]
 
