@@ -402,7 +402,7 @@ def update_model(
         entropy = categorical_entropy(log_probs)[where]  # (E, T)
         ratio = importance_ratio(logp, batch.logp_old, mask, args.importance_sampling_level)
         # J = E[surrogate + c_H * entropy - beta * k3], to be maximised. k3 has the value of
-        # KL(pi || pi_ref) and the gradient of KL(pi_ref || pi); not re-weighted, as in TRL
+        # KL(pi || pi_ref) and the gradient of KL(pi_ref || pi); not multiplied by the ratio
         surrogate = clipped_surrogate(ratio, advantages, low, high)
         objective = surrogate + args.entropy_coef * trainer.annealing() * entropy
         if args.beta > 0:
@@ -597,7 +597,8 @@ def load_checkpoint(path: str) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a missing, damaged or foreign file
-        reason = error.strerror if isinstance(error, OSError) else "damaged or foreign"
+        known = isinstance(error, OSError) and error.filename  # missing, no permission, a folder
+        reason = error.strerror if known else "damaged or foreign"
         raise argparse.ArgumentTypeError(f"{path} can't be loaded: {reason}") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("script") != SCRIPT:
         raise argparse.ArgumentTypeError(f"{path} is not a checkpoint of {SCRIPT}.py")

@@ -525,7 +525,8 @@ def load_checkpoint(path: str) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a missing, damaged or foreign file
-        reason = error.strerror if isinstance(error, OSError) else "damaged or foreign"
+        known = isinstance(error, OSError) and error.filename  # missing, no permission, a folder
+        reason = error.strerror if known else "damaged or foreign"
         raise argparse.ArgumentTypeError(f"{path} can't be loaded: {reason}") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("script") != SCRIPT:
         raise argparse.ArgumentTypeError(f"{path} is not a checkpoint of {SCRIPT}.py")

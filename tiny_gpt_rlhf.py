@@ -19,7 +19,7 @@ reviews come from a grammar written here, so whether a text is a review, and pos
 (judge()), and a policy that fools the reward model can be told from one that writes good reviews.
 
 Keeps:   three stages; R_t = -beta * log(pi / pi_ref) on each token, the score on the last; GAE,
-         clip, whitening; GRPO with k3 in the loss; DPO.
+         clip, whitening; GRPO with a KL in the loss; DPO.
 Changes: the stop token has a label of its own and is trained (erratum 15); the reward model can be
          trained by ranking pairs (--rm_loss bradley_terry); a small GPT instead of a download.
 
@@ -46,6 +46,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -133,6 +134,16 @@ def kl_k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
     # k3 = pi_ref / pi - log(pi_ref / pi) - 1
     log_ratio = logp_ref - logp
     return log_ratio.exp() - log_ratio - 1
+
+
+def kl_k2(logp: Tensor, logp_ref: Tensor) -> Tensor:
+    """For a loss: at actions from pi its gradient is that of each state's KL(pi || pi_ref).
+
+    k3 is the better estimate, but its gradient is that of KL(pi_ref || pi): bounded, so too weak
+    where pi writes what the reference never would (policy_gradient_oracle.py measures both).
+    """
+    # k2 = 1/2 * log(pi / pi_ref)^2
+    return 0.5 * (logp - logp_ref).square()
 
 
 def aggregate(per_step: Tensor, mask: Tensor, loss_type: str, max_length: int) -> Tensor:
@@ -236,15 +247,15 @@ def judge(text: str) -> int:
     majority decides; where it is even, the last clause.
     """
     parts = text[:-1].split("，")
-    if text[-1:] != "。" or len(parts) > 4 or len(set(parts)) < len(parts):
+    clauses = [part[2:] if part.startswith((*TURNS, "虽然")) else part for part in parts]
+    if text[-1:] != "。" or len(parts) > 4 or len(set(clauses)) < len(clauses):
         return 0
     signs: list[int] = []
-    for part in parts:
-        turn = part.startswith(TURNS)
-        sign = CLAUSES.get(part[2:] if turn or part.startswith("虽然") else part, 0)
+    for part, clause in zip(parts, clauses, strict=True):
+        sign = CLAUSES.get(clause, 0)
         if not sign:
             return 0
-        signs = [sign] if turn else [*signs, sign]
+        signs = [sign] if part.startswith(TURNS) else [*signs, sign]
     total = sum(signs)
     return (total > 0) - (total < 0) or signs[-1]
 
@@ -461,8 +472,10 @@ def sample_batch(
 
 def update_sft(trainer: Trainer) -> dict[str, float]:
     """Next character of a batch of reviews, <eos> included."""
-    rows = trainer.draw(len(trainer.train), trainer.args.sft_batch)
-    ids = pack([trainer.train_ids[k] for k in rows], trainer.device)
+    texts = trainer.by_length  # neighbours, from a random one on: hardly any padding
+    first = trainer.draw(len(texts), 1)[0]
+    rows = [texts[(first + k) % len(texts)] for k in range(trainer.args.sft_batch)]
+    ids = pack(rows, trainer.device)
     logp, _ = score_tokens(trainer.actor, ids)
     # L = -mean log pi(a_t | s_t) over all characters but <pad>
     loss = -logp[ids[:, 1:] != PAD].mean()
@@ -535,7 +548,8 @@ def update_rl(trainer: Trainer) -> dict[str, float]:
             epsilon = args.clip_epsilon
             per_token = clipped_surrogate(ratio, advantages[part], epsilon, epsilon)
             if not ppo:  # J = E[min(rho A, clip(rho) A) - beta * KL]: PPO has it in the reward
-                kl = kl_k3(logp, logp_ref[part]).masked_fill(~mask, 0.0)
+                penalty = kl_k2 if args.grpo_kl == "k2" else kl_k3
+                kl = penalty(logp, logp_ref[part]).masked_fill(~mask, 0.0)
                 per_token = per_token - args.grpo_beta * kl
             kind = "bnpo" if ppo else args.loss_type
             loss = -aggregate(per_token, mask, kind, args.context)
@@ -688,6 +702,7 @@ class Trainer:
         self.vocabulary = Vocabulary(given["characters"])
         self.train_ids = [self.vocabulary.encode(review) for review in self.train]
         self.test_ids = [self.vocabulary.encode(review) for review in self.test]
+        self.by_length = sorted(self.train_ids, key=len)
         self.categories = sorted({review.category for review in self.train})
         self.by_label: dict[tuple[str, bool], list[list[int]]] = {}  # texts, for pairs
         for review, ids in zip(self.train, self.train_ids, strict=True):
@@ -735,7 +750,7 @@ class Trainer:
         """Scores of SFT texts, to make the reward mean 0 and std 1; and pairs of them, for DPO."""
         args, each = self.args, self.args.dpo_candidates
         generator = torch.Generator(self.device).manual_seed(args.seed)
-        wanted = args.dpo_texts if self.stage == "dpo" else 512
+        wanted = args.dpo_texts if self.stage == "dpo" and args.dpo_pairs == "policy" else 512
         prompts = [p for p in self.prompts(-(-wanted // each)) for _ in range(each)]
         texts, scores = [], []
         for first in range(0, len(prompts), 128 * each):  # some at a time: the cache is large
@@ -797,6 +812,7 @@ class Trainer:
             "config": vars(self.args),
             "stage": self.stage,
             "given": self.given,
+            "data": self.fingerprint(),
             "counters": (self.step, self.train_seconds),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "generators": self.generator.get_state(),
@@ -809,9 +825,15 @@ class Trainer:
         finally:
             temporary.unlink(missing_ok=True)
 
+    def fingerprint(self) -> int:
+        """Of all reviews: a resumed run must find the same."""
+        return zlib.crc32("".join(x.text for x in self.train + self.test).encode())
+
     def load_model(self, path: str) -> None:
-        """Restore everything that save_model wrote."""
+        """Restore everything that save_model wrote. ValueError: the reviews are not the same."""
         checkpoint = load_checkpoint(path)
+        if checkpoint["data"] != self.fingerprint():
+            raise ValueError(f"{self.args.csv or 'the grammar'} has changed since {path}")
         for name, part in self.parts.items():
             part.load_state_dict(checkpoint["parts"][name])
         self.step, self.train_seconds = checkpoint["counters"]
@@ -840,7 +862,8 @@ def load_checkpoint(path: str) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a missing, damaged or foreign file
-        reason = error.strerror if isinstance(error, OSError) else "damaged or foreign"
+        known = isinstance(error, OSError) and error.filename  # missing, no permission, a folder
+        reason = error.strerror if known else "damaged or foreign"
         raise argparse.ArgumentTypeError(f"{path} can't be loaded: {reason}") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("script") != SCRIPT:
         raise argparse.ArgumentTypeError(f"{path} is not a checkpoint of {SCRIPT}.py")
@@ -1085,34 +1108,36 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--rm_rate", type=unit, default=2e-3, help="learning rate of AdamW")
 
     flag = parser.add_argument_group("PPO and GRPO").add_argument
-    for name, rate in (("ppo", 5e-4), ("grpo", 5e-4)):
-        flag(f"--{name}_steps", type=positive, default=50, help="updates")
-        flag(f"--{name}_rate", type=unit, default=rate, help="learning rate of AdamW")
+    for name, steps in (("ppo", 65), ("grpo", 75)):
+        flag(f"--{name}_steps", type=positive, default=steps, help="updates")
+        flag(f"--{name}_rate", type=unit, default=5e-4, help="learning rate of AdamW")
     flag("--num_prompts", type=positive, default=16, help="prompts an update")
     flag("--group_size", type=number(int, 2), default=8, help="G, texts a prompt")
     flag("--update_epochs", type=positive, default=2, help="passes over them, 1..4")
     flag("--minibatch_size", type=positive, default=64, help="texts a gradient step")
     flag("--beta", type=real, default=0.1, help="of PPO's reward -beta log(pi / pi_ref), 0..0.3")
-    flag("--grpo_beta", type=real, default=0.1, help="weight of GRPO's k3 in the loss, 0..0.5")
+    flag("--grpo_beta", type=real, default=0.05, help="weight of the KL in GRPO's loss, 0..0.5")
+    flag("--grpo_kl", choices=["k2", "k3"], default="k2",
+         help="KL in GRPO's loss: k3 as in the papers; k2 has the gradient of KL(pi || pi_ref)")
     flag("--clip_epsilon", type=real, default=0.2, help="epsilon of the clip; inf: no clip")
     flag("--gamma", type=unit, default=1.0, help="discount of PPO")
     flag("--lam", type=unit, default=0.95, help="lambda of GAE")
-    flag("--scale_rewards", choices=["group", "batch", "none"], default="group",
-         help="std that divides GRPO's advantages, or none (Dr. GRPO)")
+    flag("--scale_rewards", choices=["group", "batch", "none"], default="none",
+         help="std that divides GRPO's advantages, or none (Dr. GRPO); scores have std 1 at first")
     flag("--loss_type", choices=["bnpo", "grpo", "dr_grpo"], default="bnpo",
          help="GRPO's mean: over all characters; each text, then texts; sum / constant length")
     flag("--max_grad_norm", type=number(float, 1e-6), default=1.0, help="clips each gradient")
 
     flag = parser.add_argument_group("DPO").add_argument
-    flag("--dpo_steps", type=positive, default=300, help="updates")
-    flag("--dpo_rate", type=unit, default=1e-3, help="learning rate of AdamW")
+    flag("--dpo_steps", type=positive, default=450, help="updates")
+    flag("--dpo_rate", type=unit, default=1.5e-3, help="learning rate of AdamW")
     flag("--dpo_batch", type=positive, default=32, help="pairs an update")
     flag("--dpo_beta", type=real, default=0.3, help="beta: how near to stay to the reference")
-    flag("--dpo_pairs", choices=["policy", "data"], default="policy",
-         help="best and worst of some SFT texts by the reward model; or labelled reviews")
+    flag("--dpo_pairs", choices=["data", "policy"], default="data",
+         help="labelled reviews; or best and worst of some SFT texts by the reward model")
     flag("--dpo_candidates", type=number(int, 2), default=8, help="SFT texts to choose a pair of")
     flag("--dpo_texts", type=number(int, 2), default=24_576, help="SFT texts in all")
-    flag("--dpo_alpha", type=real, default=2.0,
+    flag("--dpo_alpha", type=real, default=3.0,
          help="weight of the chosen text's negative log-likelihood (RPO); 0: DPO alone")
     # fmt: on
     return parser

@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -204,15 +205,29 @@ def test_clip_golden(case):
     assert logp.grad.item() == pytest.approx(case["dloss_dnewlogprob"], abs=1e-10)
 
 
-def test_k3_golden():
+def test_kl_golden():
     raw = golden("kl_estimators")["raw"]
     log_ratio = double(raw["log_ratio"])
-    k3 = tg.kl_k3(torch.zeros_like(log_ratio), log_ratio)
-    close(k3, double(raw["k3"]))
+    for name, kl in (("k2", tg.kl_k2), ("k3", tg.kl_k3)):
+        close(kl(torch.zeros_like(log_ratio), log_ratio), double(raw[name]))
     for case in golden("kl_estimators")["distributions"]:
         q, p = double(case["logq"]), double(case["logp"])
         mean = (q.exp() * tg.kl_k3(q, p)).sum().item()  # sampled from q, so KL(q || p)
         assert mean == pytest.approx(case["exact_KL_q_p"], abs=1e-12)
+
+
+def test_k2_in_a_loss_pulls_to_the_reference_as_the_kl_does():
+    """E_pi[grad k2] = grad KL(pi || ref), over all actions; E_pi[grad k3] is grad KL(ref || pi)."""
+    logits = double([[0.3, -1.2, 2.0, 0.1]]).requires_grad_()
+    ref = double([[-0.5, 0.4, 0.2, 1.0]]).log_softmax(dim=1)
+    logp = logits.log_softmax(dim=1)
+    kl = (logp.exp() * (logp - ref)).sum()
+    reverse = (ref.exp() * (ref - logp)).sum()
+    for penalty, exact in ((tg.kl_k2, kl), (tg.kl_k3, reverse)):
+        loss = (logp.exp().detach() * penalty(logp, ref)).sum()
+        ours, theirs = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, exact))
+        close(ours, theirs)
+    close(tg.kl_k2(double([0.5, -2.0]), double([1.5, -2.0])), double([0.5, 0.0]))
 
 
 def ragged(rows=7, length=9, seed=0) -> torch.Tensor:
@@ -782,7 +797,8 @@ def rl_transcription(trainer, batch, order_state) -> list[dict[str, float]]:
                     term = min(ratio * a, min(max(ratio, low), high) * a)
                     if not ppo:
                         away = ref[n, t] - logp
-                        term = term - args.grpo_beta * (away.exp() - away - 1)
+                        k2, k3 = away * away / 2, away.exp() - away - 1
+                        term = term - args.grpo_beta * (k2 if args.grpo_kl == "k2" else k3)
                     weight = {
                         "bnpo": 1 / total,
                         "grpo": 1 / len(places[n]) / len(part),
@@ -826,7 +842,8 @@ def rl_transcription(trainer, batch, order_state) -> list[dict[str, float]]:
         ("ppo", ["--beta", "0", "--max_grad_norm", "0.05", "--gamma", "0.9"]),
         ("grpo", []),
         ("grpo", ["--loss_type", "grpo", "--max_grad_norm", "0.05", "--grpo_beta", "0"]),
-        ("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"]),
+        ("grpo", ["--grpo_kl", "k3", "--scale_rewards", "group"]),
+        ("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "batch"]),
     ],
 )
 def test_update_in_loops_where_the_clip_acts(stage, flags, monkeypatch):
@@ -885,12 +902,31 @@ def test_sft_loss_in_loops():
     before = copy.deepcopy(trainer.actor)
     row = tg.update_sft(trainer)
     trainer.generator.set_state(state)
-    terms = []
-    for k in trainer.draw(len(trainer.train), 8):
-        ids = trainer.train_ids[k]
+    terms, texts = [], sorted(trainer.train_ids, key=len)
+    first = trainer.draw(len(texts), 1)[0]
+    for k in range(first, first + 8):
+        ids = texts[k % len(texts)]
         assert ids[-1] == tg.EOS
         terms += [loop_logp(before, ids, t, 1.0).item() for t in range(len(ids) - 1)]
     assert row["losses/policy_loss"] == pytest.approx(-statistics.mean(terms))
+
+
+def test_sft_batches_take_every_review_equally_often(monkeypatch):
+    """Neighbours by length from each start: each review is in as many batches, the ends, too."""
+    trainer, seen = make_trainer("sft"), Counter()
+    monkeypatch.setattr(tg, "score_tokens", lambda model, ids: (None, None))
+    real = tg.pack
+    for first in range(len(trainer.train)):
+        monkeypatch.setattr(trainer, "draw", lambda high, number, k=first: [k])
+
+        def spy(rows, device):
+            seen.update(tuple(row) for row in rows)
+            return real(rows, device)
+
+        monkeypatch.setattr(tg, "pack", spy)
+        with pytest.raises(TypeError):
+            tg.update_sft(trainer)  # no scores, no loss
+    assert seen == Counter({row: 8 * n for row, n in Counter(map(tuple, trainer.train_ids)).items()})
 
 
 @pytest.mark.parametrize("kind", ["bce", "bradley_terry"])
@@ -959,7 +995,8 @@ def test_dpo_loss_in_loops(source):
 
 def test_scores_are_standardised_and_pairs_ordered():
     """Over the SFT model's own texts; of each prompt's texts, the best and the worst."""
-    trainer = make_trainer("dpo", "--dpo_texts", "64", "--dpo_candidates", "4")
+    flags = ["--dpo_pairs", "policy", "--dpo_texts", "64", "--dpo_candidates", "4"]
+    trainer = make_trainer("dpo", *flags)
     assert len(trainer.pairs) == 16
     trainer.reward_model.float()
     trainer.reference.float()
@@ -979,7 +1016,7 @@ def test_scores_are_standardised_and_pairs_ordered():
 
 def test_what_starts_from_what():
     """Actor and reference: the SFT model; the critic: the reward model; only parts are trained."""
-    args = make_args()
+    args = make_args("--dpo_pairs", "policy")
     data = tg.load_data(args)
     given = tg.load_given(args, data)
     size = 4 + len(given["characters"])
@@ -1270,6 +1307,19 @@ def test_stages_one_by_one(run, tmp_path):
         assert metrics(root / stage / stage) == metrics(run / stage)
         if stage in ("sft", "rm"):
             paths += [f"--{stage}_checkpoint", str(root / stage / stage / "checkpoint-last.pt")]
+
+
+def test_resume_with_other_reviews_is_refused(tmp_path, capsys):
+    """A file that changed since the checkpoint would go on as another run."""
+    rows = [f"酒店,{k % 2},{'不' * (k % 2)}好{k}" for k in range(40)]
+    path = write(tmp_path / "a.csv", "\n".join(["cat,label,review", *rows]))
+    flags = [*TINY, "--csv", path, "--stage", "sft", "--sft_steps", "4", "--save_steps", "2"]
+    assert tg.main([*flags, "--quiet", "--output_dir", str(tmp_path)]) == 0
+    (checkpoint,) = tmp_path.rglob("checkpoint-000002.pt")
+    assert tg.main(["--resume", str(checkpoint), "--quiet"]) == 0
+    write(tmp_path / "a.csv", "\n".join(["cat,label,review", *rows]).replace("好7", "坏7"))
+    assert tg.main(["--resume", str(checkpoint), "--quiet"]) == 2
+    assert "a.csv has changed since" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stage", tg.STAGES)
