@@ -926,7 +926,8 @@ def test_sft_batches_take_every_review_equally_often(monkeypatch):
         monkeypatch.setattr(tg, "pack", spy)
         with pytest.raises(TypeError):
             tg.update_sft(trainer)  # no scores, no loss
-    assert seen == Counter({row: 8 * n for row, n in Counter(map(tuple, trainer.train_ids)).items()})
+    copies = Counter(map(tuple, trainer.train_ids))
+    assert seen == Counter({row: 8 * n for row, n in copies.items()})
 
 
 @pytest.mark.parametrize("kind", ["bce", "bradley_terry"])
