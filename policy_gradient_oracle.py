@@ -941,8 +941,8 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--output_dir", default="runs", help=f"a run goes to OUTPUT_DIR/{SCRIPT}/RUN_NAME")
     flag("--batches", type=number(int, 4), default=2000,
          help="M, batches an estimator sees; four times as many halve the standard errors")
-    flag("--estimators", nargs="+", metavar="NAME", default=ESTIMATORS,
-         help="of " + ", ".join(ESTIMATORS) + "; or all that begin with it, as gae or k1")
+    flag("--estimators", nargs="+", metavar="NAME", default=["all"],
+         help="of " + ", ".join(ESTIMATORS) + "; all that begin with it, as gae or k1; or all")
     flag("--show", choices=["gradients", "values"], default="gradients",
          help="measure estimators, or print V, Q and A on the map")
     flag("--quiet", **switch, help="no progress bar, no table")
@@ -981,7 +981,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     chosen: list[str] = []
     for given in args.estimators:
-        found = [e for e in ESTIMATORS if given in (e, e.partition(":")[0])]
+        found = [e for e in ESTIMATORS if given in ("all", e, e.partition(":")[0])]
         if not found:
             parser.error(f"argument --estimators: {given} is none of {', '.join(ESTIMATORS)}")
         chosen += found

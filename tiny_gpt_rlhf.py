@@ -1090,53 +1090,59 @@ def build_parser() -> argparse.ArgumentParser:
     flag = parser.add_argument_group("data and model").add_argument
     flag("--csv", metavar="PATH", help="reviews in columns cat, label, review; None: the grammar's")
     flag("--reviews", type=number(int, 20), default=20_000, help="of the grammar, 2,000..50,000")
-    flag("--context", type=number(int, 8), default=48, help="longest text, in characters")
-    flag("--width", type=positive, default=64, help="of embeddings and layers")
-    flag("--layers", type=positive, default=2, help="blocks")
-    flag("--heads", type=positive, default=4, help="of attention; divides --width")
+    flag("--context", type=number(int, 8), default=48,
+         help="T, characters of the longest text, its prompt included, 41..128")
+    flag("--width", type=positive, default=64, help="of embeddings and layers, 32..256")
+    flag("--layers", type=positive, default=2, help="blocks of the GPT, 1..6")
+    flag("--heads", type=positive, default=4, help="of attention, 1..8; divides --width")
     flag("--temperature", type=number(float, 1e-3), default=0.8,
          help="of sampling and scoring alike, 0.5..1")
 
     flag = parser.add_argument_group("SFT and reward model").add_argument
-    flag("--sft_steps", type=positive, default=2400, help="updates")
-    flag("--sft_batch", type=positive, default=32, help="reviews an update")
-    flag("--sft_rate", type=unit, default=5e-3, help="learning rate of AdamW")
+    flag("--sft_steps", type=positive, default=2400, help="updates, 500..5000")
+    flag("--sft_batch", type=positive, default=32, help="reviews an update, 16..128")
+    flag("--sft_rate", type=unit, default=5e-3, help="learning rate of AdamW, 1e-3..1e-2")
     flag("--rm_loss", choices=["bce", "bradley_terry"], default="bradley_terry",
          help="labels one by one, as in the notes; or better above worse, as InstructGPT")
-    flag("--rm_steps", type=positive, default=900, help="updates")
-    flag("--rm_batch", type=number(int, 2), default=64, help="reviews an update")
-    flag("--rm_rate", type=unit, default=2e-3, help="learning rate of AdamW")
+    flag("--rm_steps", type=positive, default=900, help="updates, 200..2000")
+    flag("--rm_batch", type=number(int, 2), default=64, help="reviews an update, 16..128")
+    flag("--rm_rate", type=unit, default=2e-3, help="learning rate of AdamW, 5e-4..5e-3")
 
     flag = parser.add_argument_group("PPO and GRPO").add_argument
     for name, steps in (("ppo", 65), ("grpo", 75)):
-        flag(f"--{name}_steps", type=positive, default=steps, help="updates")
-        flag(f"--{name}_rate", type=unit, default=5e-4, help="learning rate of AdamW")
-    flag("--num_prompts", type=positive, default=16, help="prompts an update")
-    flag("--group_size", type=number(int, 2), default=8, help="G, texts a prompt")
+        flag(f"--{name}_steps", type=positive, default=steps, help="updates, 20..200")
+        flag(f"--{name}_rate", type=unit, default=5e-4, help="learning rate of AdamW, 1e-4..1e-3")
+    flag("--num_prompts", type=positive, default=16, help="B, prompts an update, 8..64")
+    flag("--group_size", type=number(int, 2), default=8, help="G, texts a prompt, 4..32")
     flag("--update_epochs", type=positive, default=2, help="passes over them, 1..4")
-    flag("--minibatch_size", type=positive, default=64, help="texts a gradient step")
+    flag("--minibatch_size", type=positive, default=64, help="texts a gradient step, 16..B * G")
     flag("--beta", type=real, default=0.1, help="of PPO's reward -beta log(pi / pi_ref), 0..0.3")
     flag("--grpo_beta", type=real, default=0.05, help="weight of the KL in GRPO's loss, 0..0.5")
     flag("--grpo_kl", choices=["k2", "k3"], default="k2",
          help="KL in GRPO's loss: k3 as in the papers; k2 has the gradient of KL(pi || pi_ref)")
-    flag("--clip_epsilon", type=real, default=0.2, help="epsilon of the clip; inf: no clip")
-    flag("--gamma", type=unit, default=1.0, help="discount of PPO")
-    flag("--lam", type=unit, default=0.95, help="lambda of GAE")
+    flag("--clip_epsilon", type=real, default=0.2,
+         help="epsilon of the clip, 0.1..0.3; inf: no clip")
+    flag("--gamma", type=unit, default=1.0, help="discount of PPO, 0.9..1")
+    flag("--lam", type=unit, default=0.95, help="lambda of GAE: 0 TD, 1 Monte Carlo; PPO only")
     flag("--scale_rewards", choices=["group", "batch", "none"], default="none",
          help="std that divides GRPO's advantages, or none (Dr. GRPO); scores have std 1 at first")
     flag("--loss_type", choices=["bnpo", "grpo", "dr_grpo"], default="bnpo",
          help="GRPO's mean: over all characters; each text, then texts; sum / constant length")
-    flag("--max_grad_norm", type=number(float, 1e-6), default=1.0, help="clips each gradient")
+    flag("--max_grad_norm", type=number(float, 1e-6), default=1.0,
+         help="clips the gradient of each network, 0.1..1; inf: no clipping")
 
     flag = parser.add_argument_group("DPO").add_argument
-    flag("--dpo_steps", type=positive, default=450, help="updates")
-    flag("--dpo_rate", type=unit, default=1.5e-3, help="learning rate of AdamW")
-    flag("--dpo_batch", type=positive, default=32, help="pairs an update")
-    flag("--dpo_beta", type=real, default=0.3, help="beta: how near to stay to the reference")
+    flag("--dpo_steps", type=positive, default=450, help="updates, 100..1000")
+    flag("--dpo_rate", type=unit, default=1.5e-3, help="learning rate of AdamW, 3e-4..3e-3")
+    flag("--dpo_batch", type=positive, default=32, help="pairs an update, 16..128")
+    flag("--dpo_beta", type=real, default=0.3,
+         help="beta: how near to stay to the reference, 0.1..1")
     flag("--dpo_pairs", choices=["data", "policy"], default="data",
          help="labelled reviews; or best and worst of some SFT texts by the reward model")
-    flag("--dpo_candidates", type=number(int, 2), default=8, help="SFT texts to choose a pair of")
-    flag("--dpo_texts", type=number(int, 2), default=24_576, help="SFT texts in all")
+    flag("--dpo_candidates", type=number(int, 2), default=8,
+         help="SFT texts to choose a pair of, 2..32; --dpo_pairs policy only")
+    flag("--dpo_texts", type=number(int, 2), default=24_576,
+         help="SFT texts in all; --dpo_pairs policy only")
     flag("--dpo_alpha", type=real, default=3.0,
          help="weight of the chosen text's negative log-likelihood (RPO); 0: DPO alone")
     # fmt: on

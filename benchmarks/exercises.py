@@ -33,6 +33,7 @@ import cartpole_grpo as cg  # noqa: E402
 import cartpole_pg_family as cp  # noqa: E402
 import frozen_lake_ppo_grpo as fl  # noqa: E402
 import policy_gradient_oracle as oracle  # noqa: E402
+import tiny_gpt_rlhf as gpt  # noqa: E402
 
 SEEDS = range(400, 403)
 LAST = 10  # logged rows over which a tag is averaged; of eval/* the last one counts
@@ -81,6 +82,8 @@ def run(command: str, seed: int) -> dict[str, float]:
     if module.SCRIPT.startswith("frozen"):
         flags.append("--eval_every=0")  # the last evaluation is the same
     with tempfile.TemporaryDirectory() as folder:
+        if module is gpt:
+            flags = [*SMALL.split(), *flags, *given(command, seed, folder)]
         common = f"--quiet --save_steps 0 --threads 1 --seed {seed} --output_dir {folder}"
         args = module.parse_args([*flags, *shlex.split(common)])
         if hasattr(module, "add_gif"):
@@ -88,10 +91,13 @@ def run(command: str, seed: int) -> dict[str, float]:
                 result = module.train(args)
         else:
             result = module.train(args)
-        text = Path(result["run_dir"], "metrics.jsonl").read_text(encoding="utf-8")
+        logs = Path(result["last"]).parent if module is gpt else Path(result["run_dir"])
+        text = Path(logs, "metrics.jsonl").read_text(encoding="utf-8")
         found: dict[str, float] = {"seed": seed}
         if module is fl:
             found["on"] = units_on(args, Path(result["run_dir"], "checkpoint-last.pt"))
+        if command in MADE.values():
+            KEPT[command, seed] = Path(result["last"]).read_bytes()
     tags: dict[str, list[float]] = {}
     for row in map(json.loads, text.splitlines()):
         for name, value in row.items():
@@ -110,7 +116,36 @@ BRANCH = "python cartpole_grpo.py"
 FAMILY = "python cartpole_pg_family.py"
 TEXT = "python text_env_pairwise_grpo.py"
 ORACLE = "python policy_gradient_oracle.py"
+GPT = "python tiny_gpt_rlhf.py"
 LONG = "--target thequickbrownfoxjumpsoverthelazy"
+
+# of every command of tiny_gpt_rlhf.md, and what the stages after them start from
+SMALL = (
+    "--reviews 2000 --eval_texts 200 --evaluations 1 --temperature 0.8 --sft_batch 32 "
+    "--rm_batch 64 --num_prompts 16 --group_size 8 --update_epochs 2 --minibatch_size 64 "
+    "--dpo_batch 32"
+)
+MADE = {
+    "sft": f"{GPT} --stage sft --sft_steps 600 --sft_rate 5e-3",
+    "rm": f"{GPT} --stage rm --reviews 2000 --rm_steps 200 --rm_rate 2e-3 --rm_loss bradley_terry",
+}
+KEPT: dict[tuple[str, int], bytes] = {}  # their checkpoints, by command and seed
+PPO = f"{GPT} --stage ppo --ppo_steps 25"
+DPO = f"{GPT} --stage dpo --dpo_pairs data"
+
+
+def given(command: str, seed: int, folder: str) -> list[str]:
+    """--sft_checkpoint and --rm_checkpoint, as far as the command's stage needs them."""
+    stage = command.split("--stage ")[1].split()[0]
+    flags = []
+    for name in gpt.STAGES[: min(2, gpt.STAGES.index(stage))]:
+        if (MADE[name], seed) not in KEPT:
+            run(MADE[name], seed)
+        path = Path(folder, f"{name}.pt")
+        path.write_bytes(KEPT[MADE[name], seed])
+        flags += [f"--{name}_checkpoint", str(path)]
+    return flags
+
 
 FAILURES = {
     "frozen_lake": [
@@ -308,6 +343,52 @@ FAILURES = {
             f"{ORACLE} --estimators k1:reward --batches 500 --points trained",
         ),
     ],
+    "tiny_gpt_rlhf": [
+        Failure(
+            "`eval/grammatical` {eval/grammatical:3}, `eval/perplexity` {eval/perplexity:1}, "
+            "though `eval/stopped` is {eval/stopped:3}",
+            f"{GPT} --stage sft --sft_steps 40 --sft_rate 5e-3",
+            "SFT cut short: what writes no reviews shows the reward model nothing that it knows",
+            "`--sft_steps 600`: grammatical {eval/grammatical:3}, perplexity {eval/perplexity:2}",
+            MADE["sft"],
+        ),
+        Failure(
+            "`losses/accuracy` {losses/accuracy:3}, but `eval/pair_accuracy` "
+            "{eval/pair_accuracy:2}",
+            MADE["rm"].replace("--reviews 2000", "--reviews 200"),
+            "the reward model has learned its few reviews by heart",
+            "`--reviews 2000`: {losses/accuracy:3}, and {eval/pair_accuracy:2} of held-out pairs",
+            MADE["rm"],
+        ),
+        Failure(
+            "`eval/rm_score` {eval/rm_score:2}, `eval/true_positive` {eval/true_positive:2}, "
+            "`eval/kl_text` {eval/kl_text:1}; `losses/approx_kl` {losses/approx_kl:4} is of one "
+            "update and shows nothing",
+            f"{PPO} --beta 0 --ppo_rate 5e-4",
+            "reward hacking: [what holds the policy](#reward-hacking)",
+            "`--beta 0.1`: score {eval/rm_score:2}, truly positive {eval/true_positive:2}, KL "
+            "{eval/kl_text:1}",
+            f"{PPO} --beta 0.1 --ppo_rate 5e-4",
+        ),
+        Failure(
+            "`eval/rm_score` {eval/rm_score:2}, but `eval/different` {eval/different:3}, "
+            "`losses/entropy` {losses/entropy:3}, `eval/perplexity` {eval/perplexity:0}",
+            f"{PPO} --beta 0.1 --ppo_rate 1e-2",
+            "steps too long: the policy is sure of a few texts, and then nothing moves it",
+            "`--ppo_rate 5e-4`: different {eval/different:3}, entropy {losses/entropy:2}, "
+            "perplexity {eval/perplexity:2}",
+            f"{PPO} --beta 0.1 --ppo_rate 5e-4",
+        ),
+        Failure(
+            "`dpo/accuracy` {dpo/accuracy:3}, `dpo/margin` {dpo/margin:1}, but `dpo/reward_chosen` "
+            "{dpo/reward_chosen:1}, `eval/grammatical` {eval/grammatical:2}",
+            f"{DPO} --dpo_steps 100 --dpo_beta 0.3 --dpo_rate 1.5e-3 --dpo_alpha 0",
+            "the gap grows by pushing both texts down, the worse one more: [DPO](#dpo)",
+            "`--dpo_alpha 3`: `dpo/reward_chosen` {dpo/reward_chosen:2}, grammatical "
+            "{eval/grammatical:2}",
+            f"{DPO} --dpo_steps 100 --dpo_beta 0.3 --dpo_rate 1.5e-3 --dpo_alpha 3",
+        ),
+    ],
 }
 TAG = re.compile(r"\{([\w/:.]+?)(?::(\d))?\}")
 
@@ -327,16 +408,18 @@ def oracle_row(command: str) -> dict:
 
 def gallery(page: str) -> list[dict]:
     """Rows of all failures of a page, and of their cures; only what the page shows."""
-    rows = []
+    rows: list[dict] = []
+    runs: dict[str, list[dict]] = {}
     for k, failure in enumerate(tqdm(FAILURES[page], desc=f"{page}, gallery")):
         shown = {"see": failure.see + failure.cause, "cure": failure.cure}
         for kind, command in (("see", failure.command), ("cure", failure.cured)):
-            if page == "policy_gradient_oracle":
-                found = [oracle_row(command)]
-            else:
-                found = [run(command, seed) for seed in SEEDS]
+            if command not in runs:
+                plain = page == "policy_gradient_oracle"
+                runs[command] = (
+                    [oracle_row(command)] if plain else [run(command, seed) for seed in SEEDS]
+                )
             names = {name for name, _ in TAG.findall(shown[kind])} | {"seed"}
-            for row in found:
+            for row in runs[command]:
                 kept = {name: value for name, value in row.items() if name in names}
                 rows.append({"failure": k, "kind": kind, "command": command} | kept)
     return rows
@@ -533,6 +616,23 @@ def part_policy_gradient_oracle() -> list[dict]:
     return rows
 
 
+def part_tiny_gpt_rlhf() -> list[dict]:
+    """Gallery; DPO's first step, texts sampled at 0.8 and scored at 1."""
+    rows = gallery("tiny_gpt_rlhf")
+    lines = {
+        str(beta): f"{DPO} --dpo_steps 1 --dpo_rate 0.1 --dpo_alpha 0 --dpo_beta {beta}"
+        for beta in (0.1, 0.3, 0.6)
+    }
+    names = "losses/policy_loss", "dpo/margin", "dpo/accuracy", "losses/grad_norm", "eval/kl_text"
+    rows += answers(1, lines, names)
+    old = "score_tokens(trainer.actor, batch.ids[part], args.temperature)"
+    edit = gpt, "update_rl", old, old.replace(", args.temperature", "")
+    flags = "--stage ppo --ppo_steps 1 --update_epochs 1 --minibatch_size 128 --beta 0.1"
+    lines = {line: f"{GPT} {flags} --ppo_rate 5e-4" for line in ("0.8, as sampled", "edited: 1")}
+    with mock.patch.dict(gpt.UPDATES, ppo=lambda trainer: gpt.update_rl(trainer)):
+        return rows + answers(2, lines, ("losses/approx_kl", "losses/clipfrac"), edit)
+
+
 PARTS = {name[5:]: part for name, part in list(globals().items()) if name.startswith("part_")}
 COLUMNS: dict[tuple[str, int], list[tuple]] = {  # heading, or heading, field, digits
     ("frozen_lake", 1): [
@@ -591,6 +691,19 @@ COLUMNS: dict[tuple[str, int], list[tuple]] = {  # heading, or heading, field, d
         ("updates", "step", 0),
         ("entropy at the end", "losses/entropy", 3),
         ("characters right", "eval/greedy_right", 0),
+    ],
+    ("tiny_gpt_rlhf", 1): [
+        ("`--dpo_beta`",),
+        ("`losses/policy_loss`", "losses/policy_loss", 4),
+        ("`dpo/margin`", "dpo/margin", 1),
+        ("`dpo/accuracy`", "dpo/accuracy", 1),
+        ("`losses/grad_norm`", "losses/grad_norm", 3),
+        ("`eval/kl_text` after it", "eval/kl_text", 3),
+    ],
+    ("tiny_gpt_rlhf", 2): [
+        ("scored at",),
+        ("`losses/approx_kl`", "losses/approx_kl", 4),
+        ("`losses/clipfrac`", "losses/clipfrac", 3),
     ],
     ("policy_gradient_oracle", 1): [("estimator",), ("scale",), ("off",), ("noise",)],
     ("policy_gradient_oracle", 2): [("estimator, step limit",), ("scale",), ("off",), ("noise",)],
