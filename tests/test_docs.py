@@ -166,6 +166,21 @@ def test_run_all_stops_at_the_first_failure(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("failed: python -c exit(3) (exit 3)\n")
 
 
+def test_lengths_in_the_readme():
+    """Of each script: all lines, and those of sections 1 to 6; give or take 20."""
+    for readme in PAIR:
+        rows = re.findall(r"(?m)^\| \[(\w+\.py)\].* \| (\d+) / (\d+) \|", read(readme))
+        assert {name for name, *_ in rows} == {*map(by_name, SCRIPTS)}
+        for name, *written in rows:
+            lines = read(ROOT / name).splitlines()
+            first, last = (
+                next(k for k, line in enumerate(lines) if re.match(rf"# =+ {n}  ", line))
+                for n in (1, 7)
+            )
+            for ours, theirs in zip(written, (len(lines), last - first), strict=True):
+                assert abs(int(ours) - theirs) <= 20, f"{name}: {theirs}"
+
+
 # ---- README.md and docs/README.zh-CN.md are twins ------------------------------------------------
 
 
