@@ -28,9 +28,15 @@ PAGES = sorted({*README, *(ROOT / "docs").glob("*.md")})
 #   FILE PART: ... a condition on the rows of benchmarks/results/FILE.json, for a bound
 #   article: ...   what an article prints, or what its printed code did when it was run
 #   advice         a rule of thumb
+READMES = {
+    "3.10": "frozen_lake_ppo_grpo.py",
+    "1,000": "frozen_lake_ppo_grpo.py",
+    "0.875": "= (8 - 1) / 8",
+    "95 %": "museum curves: sum(sum(r['with']) >= 0.95 * sum(r['without']) for r in rows) == 23",
+}
 SOURCES: dict[str, dict[str, str]] = {
-    "README.md": {"3.10": "frozen_lake_ppo_grpo.py", "1,000": "frozen_lake_ppo_grpo.py"},
-    "README.zh-CN.md": {"3.10": "frozen_lake_ppo_grpo.py", "1,000": "frozen_lake_ppo_grpo.py"},
+    "README.md": READMES,
+    "README.zh-CN.md": READMES,
     "results.md": {"95 %": "text_env_pairwise_grpo.py"},
     "articles.md": {
         "0.977": "table runs",
@@ -141,6 +147,8 @@ SOURCES: dict[str, dict[str, str]] = {
         "90 %": "rlhf all: all(r['true_positive'] > 0.9 for r in rows if r['stage'] == 'ppo')",
         "116,544": "test_the_size_of_the_gpt",
         "0.8": "tiny_gpt_rlhf.py",
+        "0.7": "= 7 * 0.1",
+        "0.01": "advice",
         "1,240": "test_lengths_of_the_scripts",
     },
 }
