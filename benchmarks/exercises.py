@@ -364,20 +364,20 @@ FAILURES = {
             "`eval/rm_score` {eval/rm_score:2}, `eval/true_positive` {eval/true_positive:2}, "
             "`eval/kl_text` {eval/kl_text:1}; `losses/approx_kl` {losses/approx_kl:4} is of one "
             "update and shows nothing",
-            f"{PPO} --beta 0 --ppo_rate 5e-4",
+            f"{PPO} --beta 0 --ppo_rate 1e-3",
             "[reward hacking](#reward-hacking): nothing holds the policy at the reference",
             "`--beta 0.1`: score {eval/rm_score:2}, truly positive {eval/true_positive:2}, KL "
             "{eval/kl_text:1}",
-            f"{PPO} --beta 0.1 --ppo_rate 5e-4",
+            f"{PPO} --beta 0.1 --ppo_rate 1e-3",
         ),
         Failure(
             "`eval/rm_score` {eval/rm_score:2}, but `eval/different` {eval/different:3}, "
             "`losses/entropy` {losses/entropy:3}, `eval/perplexity` {eval/perplexity:0}",
             f"{PPO} --beta 0.1 --ppo_rate 1e-2",
             "steps too long: a text a category is left, and of a sure policy nothing moves",
-            "`--ppo_rate 5e-4`: different {eval/different:3}, entropy {losses/entropy:2}, "
+            "`--ppo_rate 1e-3`: different {eval/different:3}, entropy {losses/entropy:2}, "
             "perplexity {eval/perplexity:2}",
-            f"{PPO} --beta 0.1 --ppo_rate 5e-4",
+            f"{PPO} --beta 0.1 --ppo_rate 1e-3",
         ),
         Failure(
             "`dpo/accuracy` {dpo/accuracy:3}, `dpo/margin` {dpo/margin:1}, but `dpo/reward_chosen` "
