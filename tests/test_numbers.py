@@ -144,12 +144,13 @@ SOURCES: dict[str, dict[str, str]] = {
         "0.9996": "= exp(11) / (exp(11) + 25)",
     },
     "tiny_gpt_rlhf.md": {
-        "90 %": "rlhf all: all(r['true_positive'] > 0.9 for r in rows if r['stage'] == 'ppo')",
+        "90 %": "rlhf all: "
+        "all(r.get('true_positive', 1) > 0.9 for r in rows if r['stage'] != 'sft')",
         "116,544": "test_the_size_of_the_gpt",
         "0.8": "tiny_gpt_rlhf.py",
         "0.7": "= 7 * 0.1",
         "0.01": "advice",
-        "1,240": "test_lengths_of_the_scripts",
+        "1,280": "test_lengths_of_the_scripts",
     },
 }
 
