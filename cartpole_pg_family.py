@@ -623,7 +623,7 @@ def train(args: argparse.Namespace, parent: Path | None = None) -> dict:
         folder = new_folder(parent or Path(args.output_dir) / SCRIPT, args.run_name)
     writer, rows = open_run(folder, args, trainer.env_steps)
     total = None if args.target_return else args.max_steps  # most runs end long before
-    progress = {"total": total, "initial": trainer.env_steps, "disable": args.quiet}
+    progress = {"total": total, "initial": trainer.env_steps, "disable": args.quiet or None}
     bar = tqdm(desc=folder.name, unit=" steps", unit_scale=True, **progress)
     stop: list[bool] = []
 
@@ -854,7 +854,8 @@ def checkpoint_path(text: str) -> str:
 def build_parser() -> argparse.ArgumentParser:
     # differs: other flags
     about, formatter = (__doc__ or "").splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
+    usage = "%(prog)s [--flag value ...]; --help lists all flags"
+    parser = argparse.ArgumentParser(usage=usage, description=about, formatter_class=formatter)
     natural, positive = number(int, 0), number(int, 1)
     unit, real = number(float, 0, 1), number(float, 0)
     switch: dict = {"action": argparse.BooleanOptionalAction, "default": False}

@@ -651,7 +651,9 @@ def train(args: argparse.Namespace) -> dict:
     else:
         folder = new_folder(Path(args.output_dir) / SCRIPT, args.run_name)
     writer, rows = open_run(folder, args, trainer.step)
-    bar = tqdm(total=args.max_steps, initial=trainer.step, desc=folder.name, disable=args.quiet)
+    bar = tqdm(
+        total=args.max_steps, initial=trainer.step, desc=folder.name, disable=args.quiet or None
+    )
 
     stop: list[bool] = []
 
@@ -854,7 +856,8 @@ def network_shape(args: argparse.Namespace) -> tuple[int, int, int, int]:
 
 def build_parser() -> argparse.ArgumentParser:
     about, formatter = (__doc__ or "").splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
+    usage = "%(prog)s [--flag value ...]; --help lists all flags"
+    parser = argparse.ArgumentParser(usage=usage, description=about, formatter_class=formatter)
     natural, positive = number(int, 0), number(int, 1)
     unit, real = number(float, 0, 1), number(float, 0)
     switch: dict = {"action": argparse.BooleanOptionalAction, "default": False}
@@ -929,6 +932,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+ONLY = {  # what no other estimator reads
+    "ppo": ("lam", "critic_learning_rate", "critic_loss_coef", "whiten_rewards"),
+    "grpo": ("scale_rewards",),
+}
 # what the command line may change of a checkpoint's flags
 FREE = {"resume", "infer", "device", "threads", "quiet"}
 RESUME_FREE = FREE | {"max_steps", "save_steps", "eval_every", "detect_anomaly"}
@@ -963,8 +970,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     ppo = args.adv_estimator == "ppo"
     if ppo and args.importance_sampling_level == "sequence":
         parser.error("argument --importance_sampling_level: sequence needs a group estimator")
-    if args.whiten_rewards and not ppo:
-        parser.error("argument --whiten_rewards: needs --adv_estimator ppo")
+    for estimator, names in ONLY.items():
+        for name in names:
+            if args.adv_estimator != estimator and getattr(args, name) != parser.get_default(name):
+                parser.error(f"argument --{name}: needs --adv_estimator {estimator}")
+    size = parser.get_default("frozen_lake_size")
+    if args.map != "random" and args.frozen_lake_size != size and not args.infer:
+        parser.error("argument --frozen_lake_size: a --map has its own size")
     if args.reference and args.beta == 0:
         parser.error("argument --reference: needs --beta above 0")
     for name in ("infer", "reference"):

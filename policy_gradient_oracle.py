@@ -745,7 +745,7 @@ def run(args: argparse.Namespace) -> dict:
     writer, rows = open_run(folder, args, 0)
     results: dict = {"best": best, "points": {}, "run_dir": str(folder)}
     total = args.batches * len(args.points)
-    with tqdm(total=total, desc=folder.name, unit=" batches", disable=args.quiet) as bar:
+    with tqdm(total=total, desc=folder.name, unit=" batches", disable=args.quiet or None) as bar:
         for step, point in enumerate(args.points):
             ascend(policy, lake, inputs, args, POINTS[point] * best)
             found = measure(lake, policy, inputs, args, bar)
@@ -927,7 +927,8 @@ def lake_map(text: str) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     about, formatter = (__doc__ or "").splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
+    usage = "%(prog)s [--flag value ...]; --help lists all flags"
+    parser = argparse.ArgumentParser(usage=usage, description=about, formatter_class=formatter)
     # differs: nothing is trained
     positive, unit = number(int, 1), number(float, 0, 1)
     switch: dict = {"action": argparse.BooleanOptionalAction, "default": False}

@@ -605,7 +605,7 @@ def train(args: argparse.Namespace) -> dict:
         folder = new_folder(Path(args.output_dir) / SCRIPT, args.run_name)
     writer, rows = open_run(folder, args, trainer.step)
     total = None if args.target_return else args.max_steps  # most runs end long before
-    bar = tqdm(desc=folder.name, total=total, initial=trainer.step, disable=args.quiet)
+    bar = tqdm(desc=folder.name, total=total, initial=trainer.step, disable=args.quiet or None)
     stop: list[bool] = []
 
     def on_interrupt(*_: object) -> None:
@@ -751,7 +751,8 @@ def temperature(text: str) -> str | float:
 
 def build_parser() -> argparse.ArgumentParser:
     about, formatter = (__doc__ or "").splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
+    usage = "%(prog)s [--flag value ...]; --help lists all flags"
+    parser = argparse.ArgumentParser(usage=usage, description=about, formatter_class=formatter)
     # differs: flags of texts
     natural, positive, real = number(int, 0), number(int, 1), number(float, 0, 1e6)
     switch: dict = {"action": argparse.BooleanOptionalAction, "default": False}

@@ -14,7 +14,8 @@ Run:     python tiny_gpt_rlhf.py                  (all stages, 2 minutes)
 Watch:   tensorboard --logdir runs
 
 The GPT writes short Chinese shopping reviews, character by character. A reward model learns from
-labelled reviews which are positive; PPO, GRPO or DPO then push the GPT to what it likes. Default
+labelled reviews which are positive; PPO or GRPO then push the GPT to what it likes, DPO to the
+positive one of two labelled reviews (--dpo_pairs policy: to what the reward model likes). Default
 reviews come from a grammar written here, so whether a text is a review, and positive, is known
 (judge()), and a policy that fools the reward model can be told from one that writes good reviews.
 
@@ -22,6 +23,9 @@ Keeps:   three stages; R_t = -beta * log(pi / pi_ref) on each token, the score o
          clip, whitening; GRPO with a KL in the loss; DPO.
 Changes: the stop token has a label of its own and is trained (erratum 15); the reward model can be
          trained by ranking pairs (--rm_loss bradley_terry); a small GPT instead of a download.
+         GRPO: no division by the std, and k2, whose gradient is the KL's (the usual form collapses
+         here: --grpo_kl k3 --scale_rewards group). DPO: alpha * NLL of the chosen text keeps it
+         likely.
 
 symbol   | variable   | shape      | meaning
 N, T     | ids        | (N, T)     | texts: <bos> category ： review <eos> <pad> ...
@@ -139,8 +143,8 @@ def kl_k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
 def kl_k2(logp: Tensor, logp_ref: Tensor) -> Tensor:
     """For a loss: at actions from pi its gradient is that of each state's KL(pi || pi_ref).
 
-    k3 is the better estimate, but its gradient is that of KL(pi_ref || pi): bounded, so too weak
-    where pi writes what the reference never would (policy_gradient_oracle.py measures both).
+    k3 is the better estimate, but its gradient is that of KL(pi_ref || pi): its slope in log pi is
+    at most 1, too weak where pi writes what the reference never would (the oracle measures both).
     """
     # k2 = 1/2 * log(pi / pi_ref)^2
     return 0.5 * (logp - logp_ref).square()
@@ -243,8 +247,8 @@ CLAUSES = known_clauses()
 def judge(text: str) -> int:
     """The truth: 1 a positive review, -1 a negative one, 0 none of the grammar.
 
-    One to four different clauses and a full stop. After 但是 or 不过 only what follows counts. The
-    majority decides; where it is even, the last clause.
+    The prompt's category does not matter. One to four different clauses and a full stop. After
+    但是 or 不过 only what follows counts. The majority decides; where it is even, the last clause.
     """
     parts = text[:-1].split("，")
     clauses = [part[2:] if part.startswith((*TURNS, "虽然")) else part for part in parts]
@@ -477,7 +481,8 @@ def update_sft(trainer: Trainer) -> dict[str, float]:
     rows = [texts[(first + k) % len(texts)] for k in range(trainer.args.sft_batch)]
     ids = pack(rows, trainer.device)
     logp, _ = score_tokens(trainer.actor, ids)
-    # L = -mean log pi(a_t | s_t) over all characters but <pad>
+    # L = -mean log pi(a_t | s_t) over the batch's characters but <pad>
+    # NOT IN ARTICLE: batches of about one length, so texts weigh the same, not characters
     loss = -logp[ids[:, 1:] != PAD].mean()
     return {"losses/policy_loss": loss.item(), "losses/grad_norm": trainer.descend(loss)}
 
@@ -548,6 +553,7 @@ def update_rl(trainer: Trainer) -> dict[str, float]:
             epsilon = args.clip_epsilon
             per_token = clipped_surrogate(ratio, advantages[part], epsilon, epsilon)
             if not ppo:  # J = E[min(rho A, clip(rho) A) - beta * KL]: PPO has it in the reward
+                # not multiplied by the ratio: the KL's gradient in the first step, near it later
                 penalty = kl_k2 if args.grpo_kl == "k2" else kl_k3
                 kl = penalty(logp, logp_ref[part]).masked_fill(~mask, 0.0)
                 per_token = per_token - args.grpo_beta * kl
@@ -747,10 +753,10 @@ class Trainer:
 
     @torch.no_grad()
     def look_at_sft(self) -> None:
-        """Scores of SFT texts, to make the reward mean 0 and std 1; and pairs of them, for DPO."""
-        args, each = self.args, self.args.dpo_candidates
+        """Scores of SFT texts, to make the reward mean 0, std 1; pairs, for --dpo_pairs policy."""
+        args, pairs = self.args, self.stage == "dpo" and self.args.dpo_pairs == "policy"
+        wanted, each = (args.dpo_texts, args.dpo_candidates) if pairs else (512, 8)
         generator = torch.Generator(self.device).manual_seed(args.seed)
-        wanted = args.dpo_texts if self.stage == "dpo" and args.dpo_pairs == "policy" else 512
         prompts = [p for p in self.prompts(-(-wanted // each)) for _ in range(each)]
         texts, scores = [], []
         for first in range(0, len(prompts), 128 * each):  # some at a time: the cache is large
@@ -760,6 +766,8 @@ class Trainer:
             scores.append(read_scores(self.reward_model, batch.ids))
         score = torch.cat(scores)
         self.shift, self.spread = score.mean().item(), score.std().item()
+        if not pairs:
+            return
         groups = score.view(-1, each)
         best, worst = groups.argmax(dim=1).tolist(), groups.argmin(dim=1).tolist()
         for k, (high, low) in enumerate(zip(best, worst, strict=True)):
@@ -826,8 +834,8 @@ class Trainer:
             temporary.unlink(missing_ok=True)
 
     def fingerprint(self) -> int:
-        """Of all reviews: a resumed run must find the same."""
-        return zlib.crc32("".join(x.text for x in self.train + self.test).encode())
+        """Of all reviews and labels: a resumed run must find the same."""
+        return zlib.crc32(repr((self.train, self.test)).encode())
 
     def load_model(self, path: str) -> None:
         """Restore everything that save_model wrote. ValueError: the reviews are not the same."""
@@ -907,7 +915,9 @@ def run_stage(trainer: Trainer, folder: Path, stop: list[bool]) -> dict[str, flo
     args, steps = trainer.args, trainer.steps
     writer, rows = open_run(folder, args, trainer.step)
     every = max(1, steps // args.evaluations)
-    bar = tqdm(desc=f"{folder.parent.name}/{trainer.stage}", total=steps, disable=args.quiet)
+    bar = tqdm(
+        desc=f"{folder.parent.name}/{trainer.stage}", total=steps, disable=args.quiet or None
+    )
     bar.update(trainer.step)
     result = evaluate(trainer)
     try:
@@ -1061,7 +1071,8 @@ def checkpoint_path(text: str) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     about, formatter = (__doc__ or "").splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
+    usage = "%(prog)s [--flag value ...]; --help lists all flags"
+    parser = argparse.ArgumentParser(usage=usage, description=about, formatter_class=formatter)
     # differs: flags of a GPT
     natural, positive, real = number(int, 0), number(int, 1), number(float, 0)
     unit = number(float, 0, 1)

@@ -39,7 +39,7 @@ SLIPPERY = (
 LARGE = "--frozen_lake_size 8 --exploring_starts 0.9 --batch_size 64 --max_steps 600"
 ARTICLE = (
     "--batch_size 32 --group_size 8 --num_updates_per_batch 1 --actor_learning_rate 1e-4 "
-    "--critic_learning_rate 3e-4 --max_steps 1000 --gamma 0.9 --lam 0.95 --clip_epsilon 0.2 "
+    "--max_steps 1000 --gamma 0.9 --lam 0.95 --clip_epsilon 0.2 "
     "--entropy_coef 0 --critic_loss_coef 1 --max_grad_norm 0.5 --feature_size 128 "
     "--state_encoding scalar --no-anneal"
 )
@@ -201,7 +201,11 @@ def part_large() -> list[dict]:
 
 def part_article() -> list[dict]:
     """All settings of the article at once, 3 seeds."""
-    return grid({"article's settings": ARTICLE}, ["ppo", "grpo"], range(3))
+    name, critic = "article's settings", " --critic_learning_rate 3e-4"
+    return [
+        *grid({name: ARTICLE + critic}, ["ppo"], range(3)),
+        *grid({name: ARTICLE}, ["grpo"], range(3)),
+    ]
 
 
 def plain_loop(

@@ -22,9 +22,55 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from common import Benchmark, table  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from test_bug_museum import CURVES, LENGTH, MUSEUM, Exhibit, on_display  # noqa: E402
+from test_bug_museum import CG, CP, FL, MUSEUM, Exhibit, on_display  # noqa: E402
 
 SEEDS = (1, 2, 3)
+PPO, GRPO = "--adv_estimator ppo", "--adv_estimator grpo"
+LENGTH = {  # of the runs that show a curve
+    FL: "--max_steps 200",
+    CP: "--max_steps 30000 --target_return 0",
+    CG: "--max_steps 30000 --target_return 0",
+}
+CURVES = {  # exhibits whose runs differ from those without the bug, the flags that matter to them
+    "masked when sampled, not when scored": PPO,
+    "old log-probs taken again at each step": PPO,
+    "minimum taken before the advantage": PPO,
+    "maximum of the objectives": PPO,
+    "clip range begins at 1 + epsilon": PPO,
+    "lower and upper epsilon swapped": PPO + " --clip_epsilon_high 0.4",
+    "ratio times the mean advantage": PPO,
+    "product for geometric mean in the sequence ratio": GRPO
+    + " --importance_sampling_level sequence",
+    "k1 in the loss": GRPO + " --beta 0.04",
+    "entropy with the wrong sign": PPO + " --entropy_coef 0.01",
+    "entropy of the sampled actions only": PPO + " --entropy_coef 0.01",
+    "standard deviation with ddof 0": GRPO,
+    "flat group divided by its rounding": GRPO + " --gamma 0.99",
+    "mean of the batch for the group's": GRPO,
+    "episodes of other prompts in the group": GRPO,
+    "advantages laid out along the wrong axis": GRPO,
+    "GAE cut one step off": PPO,
+    "GAE adds its own zero": PPO,
+    "reward on an extra row after the end": PPO,
+    "whitened inside each trajectory": PPO,
+    "whitened without the parentheses": PPO,
+    "whitened advantages in the critic's target": PPO,
+    "critic's target is its own value": PPO,
+    "padding with a gradient": PPO + " --entropy_coef 0.01",
+    "masked after exp: 0 * inf": PPO,
+    "mean over each episode's length": GRPO,
+    "gradient clipped before backward": PPO,
+    "out of time treated as death": PPO,
+    "GAE not cut at an episode's end": PPO,
+    "GAE not cut at the time limit": PPO,
+    "autoreset's row trained on": PPO,
+    "trajectory mean as the baseline": "--adv_estimator baseline",
+    "a column against a row": PPO,
+    "sampled at a temperature, scored without it": GRPO,
+    "one member's reward for all": GRPO,
+    "time limit forgotten in a branch": GRPO,
+    "members of a group start apart": GRPO,
+}
 
 
 def sampled(exhibit: Exhibit, flags: str) -> list[float]:

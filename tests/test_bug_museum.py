@@ -2,19 +2,15 @@
 
 An exhibit edits the source of one function; the named test must then fail, on the very case that
 passes with the function as it is. docs/bug_museum.md is the catalogue; its figures come from
-PYTHONPATH=. python tests/test_bug_museum.py
+benchmarks/museum.py.
 """
 
 import importlib
 import inspect
-import math
 import re
-import statistics
-import sys
-import tempfile
 import textwrap
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -583,81 +579,3 @@ def test_the_catalogue_is_the_museum():
         for e in MUSEUM
     ]
     assert len({e.name for e in MUSEUM}) == len(MUSEUM) >= 22
-
-
-PPO, GRPO = "--adv_estimator ppo", "--adv_estimator grpo"
-LENGTH = {  # of the runs that show a curve
-    FL: "--max_steps 200",
-    CP: "--max_steps 30000 --target_return 0",
-    CG: "--max_steps 30000 --target_return 0",
-}
-CURVES = {  # exhibits whose runs differ from those without the bug, the flags that matter to them
-    "masked when sampled, not when scored": PPO,
-    "old log-probs taken again at each step": PPO,
-    "minimum taken before the advantage": PPO,
-    "maximum of the objectives": PPO,
-    "clip range begins at 1 + epsilon": PPO,
-    "lower and upper epsilon swapped": PPO + " --clip_epsilon_high 0.4",
-    "ratio times the mean advantage": PPO,
-    "product for geometric mean in the sequence ratio": GRPO
-    + " --importance_sampling_level sequence",
-    "k1 in the loss": GRPO + " --beta 0.04",
-    "entropy with the wrong sign": PPO + " --entropy_coef 0.01",
-    "entropy of the sampled actions only": PPO + " --entropy_coef 0.01",
-    "standard deviation with ddof 0": GRPO,
-    "flat group divided by its rounding": GRPO + " --gamma 0.99",
-    "mean of the batch for the group's": GRPO,
-    "episodes of other prompts in the group": GRPO,
-    "advantages laid out along the wrong axis": GRPO,
-    "GAE cut one step off": PPO,
-    "GAE adds its own zero": PPO,
-    "reward on an extra row after the end": PPO,
-    "whitened inside each trajectory": PPO,
-    "whitened without the parentheses": PPO,
-    "whitened advantages in the critic's target": PPO,
-    "critic's target is its own value": PPO,
-    "padding with a gradient": PPO + " --entropy_coef 0.01",
-    "masked after exp: 0 * inf": PPO,
-    "mean over each episode's length": GRPO,
-    "gradient clipped before backward": PPO,
-    "out of time treated as death": PPO,
-    "GAE not cut at an episode's end": PPO,
-    "GAE not cut at the time limit": PPO,
-    "autoreset's row trained on": PPO,
-    "trajectory mean as the baseline": "--adv_estimator baseline",
-    "a column against a row": PPO,
-    "sampled at a temperature, scored without it": GRPO,
-    "one member's reward for all": GRPO,
-    "time limit forgotten in a branch": GRPO,
-    "members of a group start apart": GRPO,
-}
-
-
-def curves(names: list[str]) -> None:
-    """Exact success (frozen lake) or mean return (CartPole) of the policy as sampled, 3 seeds."""
-
-    def result(exhibit: Exhibit, flags: str) -> str:
-        script, found = importlib.import_module(exhibit.module), []
-        for seed in "123":
-            with on_display(exhibit), tempfile.TemporaryDirectory() as folder:
-                line = f"{flags} --seed {seed} --eval_every 0 --save_steps 0 --quiet"
-                args = script.parse_args([*line.split(), "--output_dir", folder])
-                try:
-                    found.append(script.train(args)["sampled"])
-                except FloatingPointError:
-                    found.append(math.nan)
-        return f"{statistics.mean(found):.3f} ({', '.join(f'{x:.3f}' for x in found)})"
-
-    without: dict[tuple, str] = {}
-    for exhibit in MUSEUM:
-        if exhibit.name in (names or CURVES):
-            flags = f"{CURVES[exhibit.name]} {LENGTH[exhibit.module]}"
-            key = exhibit.module, flags
-            if key not in without:
-                without[key] = result(replace(exhibit, edits=[]), flags)
-            bug = result(exhibit, flags)
-            print(f"{exhibit.name}: {bug}; without {without[key]}; {flags}", flush=True)
-
-
-if __name__ == "__main__":
-    curves(sys.argv[1:])

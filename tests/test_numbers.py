@@ -59,7 +59,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "0.994": "table museum",
         "0.997": "table museum",
         "1.07": "= sqrt(8 / 7)",
-        "30,000": "tests/test_bug_museum.py",
+        "30,000": "benchmarks/museum.py",
     },
     "cartpole_grpo.md": {
         "1.3": "= 0.8 + 0.5",  # shaped_reward() at both limits
