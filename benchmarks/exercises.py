@@ -11,14 +11,12 @@ Results go to benchmarks/results/exercises.json, tables to the pages (between th
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import re
 import shlex
 import sys
 import tempfile
-import textwrap
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -26,7 +24,7 @@ from unittest import mock
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import torch  # noqa: E402
-from common import Benchmark, groups, spread, table  # noqa: E402
+from common import Benchmark, edited, groups, spread, table  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import cartpole_grpo as cg  # noqa: E402
@@ -48,22 +46,6 @@ class Failure:
     cause: str
     cure: str
     cured: str  # the mended command
-
-
-@contextmanager
-def edited(module, name: str, old: str, new: str):
-    """A function, or Class.method, with old in its source replaced by new."""
-    holder, attribute = module, name
-    if "." in name:
-        kind, attribute = name.split(".")
-        holder = getattr(module, kind)
-    plain = getattr(holder, attribute)
-    source = textwrap.dedent(inspect.getsource(plain))
-    assert source.count(old) == 1, (name, old)
-    code = "from __future__ import annotations\n" + source.replace(old, new)
-    exec(compile(code, name, "exec"), space := dict(vars(module)))
-    with mock.patch.object(holder, attribute, space[attribute]):
-        yield
 
 
 @torch.no_grad()
@@ -475,17 +457,17 @@ def part_frozen_lake() -> list[dict]:
         for clip in (0.2, 0.01)
     }
     rows += answers(1, lines, ("losses/clipfrac", "losses/approx_kl", "eval/sampled"))
-    flags = "--num_updates_per_batch 1 --max_steps 60"
+    once = "--num_updates_per_batch 1 --max_steps 60"
     for size in (2, 8):
-        common = f"{flags} --group_size {size} --batch_size {256 // size}"
+        common = f"{once} --group_size {size} --batch_size {256 // size}"
         lines = {
-            f"{size}, grpo": f"{FROZEN} --adv_estimator grpo --scale_rewards none {common}",
-            f"{size}, rloo": f"{FROZEN} --adv_estimator rloo {common}",
+            f"{size}, `{flags}`": f"{FROZEN} --adv_estimator {flags} {common}"
+            for flags in ("grpo --scale_rewards none", "rloo")
         }
         some = answers(2, lines, ("first:losses/grad_norm", "eval/sampled"))
-        first = {r["seed"]: r["first:losses/grad_norm"] for r in some if r["line"].endswith("grpo")}
+        first = {r["seed"]: r["first:losses/grad_norm"] for r in some if "grpo" in r["line"]}
         rows += [r | {"ratio": r["first:losses/grad_norm"] / first[r["seed"]]} for r in some]
-    edit = fl, "aggregate", "per_step.masked_fill(~mask, 0.0)", "per_step"
+    edit = fl, "aggregate", ("per_step.masked_fill(~mask, 0.0)", "per_step")
     grpo = f"{FROZEN} --adv_estimator grpo --max_steps 60"
     lines = {
         f"{coef}, {how}": f"{grpo} --entropy_coef {coef}"
@@ -532,7 +514,7 @@ def part_cartpole_pg_family() -> list[dict]:
     """Gallery; the time limit as a fall, GAE as n-step, k1 beside k3."""
     rows = gallery("cartpole_pg_family")
     old = "ends = batch.terminated"
-    edit = cp, "prepare_inputs", old, old + " | batch.truncated"
+    edit = cp, "prepare_inputs", (old, old + " | batch.truncated")
     for line in ("as it is", "edited"):
         for seed in SEEDS:
             with edited(*edit) if line == "edited" else nullcontext():
@@ -610,7 +592,7 @@ def part_policy_gradient_oracle() -> list[dict]:
     add(3, {"as it is": ("reinforce", gamma)})
     old = 'if name == "reinforce":\n        return returns'
     new = old + " * gamma ** torch.arange(returns.shape[1])"
-    with edited(oracle, "compute_phi", old, new):
+    with edited(oracle, "compute_phi", (old, new)):
         add(3, {"edited": ("reinforce", gamma)})
     add(3, {"`vanilla`": ("vanilla", gamma)})
     return rows
@@ -626,7 +608,7 @@ def part_tiny_gpt_rlhf() -> list[dict]:
     names = "losses/policy_loss", "dpo/margin", "dpo/accuracy", "losses/grad_norm", "eval/kl_text"
     rows += answers(1, lines, names)
     old = "score_tokens(trainer.actor, batch.ids[part], args.temperature)"
-    edit = gpt, "update_rl", old, old.replace(", args.temperature", "")
+    edit = gpt, "update_rl", (old, old.replace(", args.temperature", ""))
     flags = "--stage ppo --ppo_steps 1 --update_epochs 1 --minibatch_size 128 --beta 0.1"
     lines = {line: f"{GPT} {flags} --ppo_rate 5e-4" for line in ("0.8, as sampled", "edited: 1")}
     with mock.patch.dict(gpt.UPDATES, ppo=lambda trainer: gpt.update_rl(trainer)):

@@ -338,7 +338,7 @@ def clip(path: Path) -> None:
         bottom.text(float(flat.mean()), 0.25 * advantage, "no pull", ha="center", va="center")
         top.margins(x=0)
     panels[0, 0].set_ylabel("objective, in units of |A|")
-    panels[1, 0].set_ylabel("gradient, in units of |A|")
+    panels[1, 0].set_ylabel("derivative in the ratio,\nin units of |A|")
     panels[0, 0].legend(loc="lower right", fontsize=9)
     save(figure, path)
 
@@ -418,7 +418,7 @@ def reward_hacking(path: Path) -> None:
     """Score beside truth over the pull to the reference, from the results of rlhf.py."""
     rows = [row | {"beta": row["line"].split()[-1]} for row in results("rlhf")["beta"]]
     sft = [row for row in results("rlhf")["all"] if row["stage"] == "sft"]
-    betas = [*dict.fromkeys(row["beta"] for row in rows)]
+    betas = [*dict.fromkeys(sorted((float(row["beta"]), row["beta"]) for row in rows))]
     figure, panels = canvas(9, 3.8, 1, 2)
     fields = {
         "rm_score": ("the reward model's score", "score, standard deviations of SFT texts"),
@@ -429,13 +429,15 @@ def reward_hacking(path: Path) -> None:
         for (stage,), some in groups(rows, "stage").items():
             color, name = ESTIMATORS[stage]
             shift = -0.12 if stage == "ppo" else 0.12
-            middles = [
-                draw_points(axes, [r for r in some if r["beta"] == b], field, k, color, shift)
-                for k, b in enumerate(betas)
-            ]
-            x = np.arange(len(betas)) + shift
-            axes.plot(x, middles, color=color, linewidth=1, label=name)
-        axes.set(title=title, ylabel=label, xticks=range(len(betas)), xticklabels=betas)
+            middles = {
+                k: draw_points(axes, here, field, k, color, shift)
+                for k, (_, b) in enumerate(betas)
+                if (here := [row for row in some if row["beta"] == b])
+            }
+            x = [k + shift for k in middles]
+            axes.plot(x, [*middles.values()], color=color, linewidth=1, label=name)
+        names = [b for _, b in betas]
+        axes.set(title=title, ylabel=label, xticks=range(len(betas)), xticklabels=names)
         axes.set(xlabel="beta, pull to the reference policy", xlim=(-0.5, len(betas) - 0.5))
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     panels[1].legend(loc="lower right")

@@ -79,7 +79,6 @@ SOURCES: dict[str, dict[str, str]] = {
         "0.2": "advice",
         "0.5": "advice",
         "0.05": "advice",
-        "1,060": "test_lengths_of_the_scripts",
     },
     "errata.md": {
         "2.14": "article: the torch on which the printed code was run",
@@ -128,7 +127,6 @@ SOURCES: dict[str, dict[str, str]] = {
         "0.875": "= (8 - 1) / 8",
         "2.4": "table oracle_scale",
         "1,500": "benchmarks/oracle.py",
-        "1,050": "test_lengths_of_the_scripts",
     },
     "text_env.md": {
         "0.1": "text_env_pairwise_grpo.py",
@@ -150,7 +148,6 @@ SOURCES: dict[str, dict[str, str]] = {
         "0.8": "tiny_gpt_rlhf.py",
         "0.7": "= 7 * 0.1",
         "0.01": "advice",
-        "1,280": "test_lengths_of_the_scripts",
     },
 }
 
