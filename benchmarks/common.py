@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import platform
 import re
 import statistics
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import gymnasium as gym
 import torch
@@ -19,7 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 README = [ROOT / "README.md", ROOT / "docs" / "README.zh-CN.md"]
 RESULTS = ROOT / "docs" / "results.md"  # where every part of every benchmark is listed
 
-MACHINE = "Python {python}, torch {torch}, gymnasium {gymnasium}; {cpu}, {threads} of {cores} cores"
+MACHINE = (
+    "Python {python}, torch {torch}, gymnasium {gymnasium}; {cpu}, {cores} cores, "
+    "{threads} of them used by torch"
+)
 
 
 def cpu_name() -> str:
@@ -48,6 +55,20 @@ def groups(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
     for row in rows:
         found.setdefault(tuple(row[name] for name in names), []).append(row)
     return found
+
+
+@contextmanager
+def edited(module, name: str, *edits: tuple[str, str]) -> Iterator[None]:
+    """A function, or Class.method, in its place with each old in its source replaced by new."""
+    *owner, attribute = name.split(".")
+    holder = getattr(module, owner[0]) if owner else module
+    source = textwrap.dedent(inspect.getsource(getattr(holder, attribute)))
+    for old, new in edits:
+        assert source.count(old) == 1, f"no longer once in {name}: {old}"
+        source = source.replace(old, new)
+    exec(compile(source, f"<{name}>", "exec"), vars(module), space := {})
+    with mock.patch.object(holder, attribute, space[attribute]):
+        yield
 
 
 class Benchmark:
@@ -88,7 +109,7 @@ class Benchmark:
         for page in self.pages:
             text = page.read_text(encoding="utf-8")
             if page != README[1] and any(mark in text for mark in marks):
-                link = os.path.relpath(page, RESULTS.parent)
+                link = Path(os.path.relpath(page, RESULTS.parent)).as_posix()
                 found.append("this page" if page == RESULTS else f"[{page.stem}]({link})")
         return ", ".join(found) if marks else "pictures"
 
@@ -102,11 +123,7 @@ class Benchmark:
             command = f"`python benchmarks/{self.name}.py {part}`"
             body.append([about, command, took, self.where(part)])
             if facts:
-                machine = (
-                    "Python {python}, torch {torch}, gymnasium {gymnasium}; {cpu}, {cores} cores"
-                )
-                machine = f"{machine}, {{threads}} of them used by torch".format(**facts)
-                machines.setdefault(machine, []).append(part)
+                machines.setdefault(MACHINE.format(**facts), []).append(part)
         text = table(["what is measured", "command", "minutes", "tables on"], body)
         for machine, parts in machines.items():
             names = "All parts" if len(machines) == 1 else ", ".join(parts)

@@ -1,6 +1,6 @@
 """Learning curves and trained agents for the pictures of docs/images, measured again.
 
-Run:  python benchmarks/curves.py               all parts, 16 minutes beside other work
+Run:  python benchmarks/curves.py               all parts, about 16 minutes on one CPU core
       python benchmarks/curves.py text_env      only these; the other parts' results stay
 
 Results go to benchmarks/results/curves.json; benchmarks/figures.py draws them. Every run has the
@@ -26,7 +26,7 @@ import cartpole_pg_family as cp  # noqa: E402
 import frozen_lake_ppo_grpo as fl  # noqa: E402
 import text_env_pairwise_grpo as te  # noqa: E402
 
-LAKE_SEEDS = range(5)
+LAKE_SEEDS = range(5)  # those of the table
 SEEDS = range(320, 325)  # no flag was chosen on them, no table is made of them
 AGENT_SEED = 42  # the scripts' default
 TARGETS = {"hello": 100, "thequickbrownfoxjumpsoverthelazy": 250}  # updates
@@ -67,14 +67,15 @@ def cartpole_run(script, flags: list[str], seed: int) -> dict:
     trainer, points, due, done = script.Trainer(args), [], 0.0, False
     while not done:
         before = trainer.env_steps
-        if before > 0 or points:
+        if points:
             trainer.update()
         step = trainer.env_steps
         judged = step // args.eval_every > before // args.eval_every
-        if judged or step >= due:
+        over = step >= args.max_steps
+        if judged or over or step >= due:
             found = script.evaluate(trainer.actor, trainer.eval_envs, trainer.device)
             done = judged and min(found.values()) >= args.target_return
-        done |= step >= args.max_steps
+        done |= over
         if step >= due or done:
             points.append((step, found["eval/sampled"]))
             due = max(1000, 1.15 * step)

@@ -11,7 +11,6 @@ others to start from.
 
 from __future__ import annotations
 
-import resource
 import shlex
 import shutil
 import subprocess
@@ -47,6 +46,8 @@ def part_all() -> list[dict]:
 
 def part_cost() -> list[dict]:
     """Seconds and largest resident memory of whole default runs, each a process of its own."""
+    import resource  # not on Windows
+
     rows = []
     for seed in tqdm(SEEDS[:3], desc="seeds"):
         folder = RUNS / "cost"
@@ -73,6 +74,8 @@ def grid(lines: dict[tuple[str, str], str]) -> list[dict]:
     rows = []
     jobs = [(key, seed) for key in lines for seed in SEEDS[:3]]
     for (stage, line), seed in tqdm(jobs, desc="runs"):
+        for folder in (RUNS / gpt.SCRIPT).glob("other*"):
+            shutil.rmtree(folder, ignore_errors=True)
         flags = f"--stage {stage} {given(seed)} --seed {seed} --run_name other {lines[stage, line]}"
         rows.append({"stage": stage, "line": line, "seed": seed} | train(flags)["stages"][stage])
     return rows

@@ -28,15 +28,15 @@ def benchmarks() -> list[Benchmark]:
     return [importlib.import_module(name).BENCHMARK for name in NAMES]
 
 
-def commands() -> list[tuple[str, float]]:
-    """Every part's command with its minutes (0: not measured yet); the pictures come last."""
+def commands() -> list[tuple[str, float | None]]:
+    """Every part's command with its minutes (None: not measured); the pictures come last."""
     found = []
     for benchmark in benchmarks():
         machine = benchmark.results().get("machine", {})
         for part in benchmark.parts:
-            minutes = machine.get(part, {}).get("minutes", 0.0)
+            minutes = machine.get(part, {}).get("minutes")
             found.append((f"benchmarks/{benchmark.name}.py {part}", minutes))
-    return [*found, ("benchmarks/figures.py", 0.0)]
+    return [*found, ("benchmarks/figures.py", None)]
 
 
 def run_all() -> int:
@@ -61,10 +61,8 @@ def main() -> int:
     if args.list:
         found = commands()
         for command, minutes in found:
-            print(
-                f"{minutes:6.1f}  python {command}" if minutes >= 0 else f"     -  python {command}"
-            )
-        print(f"{sum(minutes for _, minutes in found if minutes >= 0):6.1f}  in all")
+            print("     -" if minutes is None else f"{minutes:6.1f}", f" python {command}")
+        print(f"{sum(minutes or 0 for _, minutes in found):6.1f}  in all")
         return 0
     if args.tables:
         for benchmark in benchmarks():

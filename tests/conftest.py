@@ -1,4 +1,4 @@
-"""Shared by the tests: golden values, comparisons, checks of runs, and of what stops them.
+"""Shared by the tests: texts, golden values, checks of runs, and of what stops them.
 
 Checks of a script take its module: they use its `main`, `Trainer` and `SCRIPT`, and read the files
 of its runs.
@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -20,6 +21,7 @@ import torch
 
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(1, str(ROOT / "benchmarks"))
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +38,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+# ---- texts ---------------------------------------------------------------------------------------
+
+TABLE = re.compile(r"(?s)<!-- table (\w+) -->\n(.*?)<!-- end -->")  # a generated one
+FENCE = re.compile(r"(?ms)^```.*?^```$")
+CODE = re.compile(r"`[^`\n]+`")
+LINK = re.compile(r"\]\(([^)]+)\)")
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -123,7 +137,7 @@ def interrupt_at(monkeypatch, script, *updates: int) -> None:
     def update(trainer):
         calls.append(1)
         if len(calls) in updates:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return real(trainer)
 
     monkeypatch.setattr(script.Trainer, "update", update)
@@ -136,7 +150,7 @@ def interrupt_first_evaluation(monkeypatch, script) -> None:
     def evaluate(*args):
         calls.append(1)
         if len(calls) == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return real(*args)
 
     monkeypatch.setattr(script, "evaluate", evaluate)

@@ -8,12 +8,11 @@ benchmarks/museum.py.
 import importlib
 import inspect
 import re
-import textwrap
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 import torch
+from common import edited
 
 from conftest import ROOT
 
@@ -506,20 +505,10 @@ MUSEUM = [
 ]
 
 
-@contextmanager
 def on_display(exhibit: Exhibit):
     """The function of the exhibit, edited, in its place."""
     module = importlib.import_module(exhibit.module)
-    *owner, name = exhibit.function.split(".")
-    holder = getattr(module, owner[0]) if owner else module
-    source = textwrap.dedent(inspect.getsource(getattr(holder, name)))
-    for old, new in exhibit.edits:
-        assert source.count(old) == 1, f"no longer once in {exhibit.function}: {old}"
-        source = source.replace(old, new)
-    exec(compile(source, f"<{exhibit.name}>", "exec"), vars(module), namespace := {})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holder, name, namespace[name])
-        yield
+    return edited(module, exhibit.function, *exhibit.edits)
 
 
 def cases(test) -> list[dict]:
