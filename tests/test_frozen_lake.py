@@ -24,6 +24,7 @@ from conftest import (
     check_kill_while_saving,
     check_refused,
     check_resume,
+    check_second_interrupt,
     check_unwritable,
     events_of,
     golden,
@@ -891,6 +892,10 @@ def test_interrupt_saves_and_resumes_exactly(tmp_path):
     assert same(state(folder), state(tmp_path / fl.SCRIPT / "b"))
 
 
+def test_a_second_interrupt_stops_at_once(tmp_path, monkeypatch, capsys):
+    check_second_interrupt(fl, [*SHORT, "--output_dir", str(tmp_path)], monkeypatch, capsys)
+
+
 def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
     assert fl.main([*SHORT, "--output_dir", str(tmp_path), "--run_name", "a"]) == 0
     path = tmp_path / fl.SCRIPT / "a" / "checkpoint-last.pt"
@@ -967,7 +972,13 @@ def test_flat_groups_are_reported(tmp_path, capsys):
         (["--map", "SFF/FFF/FFG"], "map"),
         (["--map", "9x9"], "map"),
         (["--map", ""], "map"),
+        (["--map", "8x8", "--frozen_lake_size", "8"], "frozen_lake_size"),
         (["--whiten_rewards", "--adv_estimator", "grpo"], "whiten_rewards"),
+        (["--lam", "0.9", "--adv_estimator", "grpo"], "lam"),
+        (["--critic_learning_rate", "1e-3", "--adv_estimator", "rloo"], "critic_learning_rate"),
+        (["--critic_loss_coef", "0.3", "--adv_estimator", "grpo"], "critic_loss_coef"),
+        (["--scale_rewards", "none"], "scale_rewards"),
+        (["--scale_rewards", "batch", "--adv_estimator", "rloo"], "scale_rewards"),
         (["--importance_sampling_level", "sequence"], "importance_sampling_level"),
         (["--reference", "CHECKPOINT"], "reference"),
         (["--resume", "MISSING"], "resume"),

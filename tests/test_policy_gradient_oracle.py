@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
 import signal
 import sys
@@ -1405,7 +1404,7 @@ def test_tables_on_stdout(finished):
     (run,) = (folder / "policy_gradient_oracle").iterdir()
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     tables = out.split("\n\n")
-    assert "batches" in err
+    assert not err  # no bar in a pipe
     lines, point, dashes = out.splitlines(), None, 0
     for line in lines:
         if head := re.match(r"(\w+): J ([\d.]+) of ([\d.]+), flat groups ([\d.]+)%$", line):
@@ -1621,7 +1620,7 @@ def test_ctrl_c(at, tmp_path, capsys, monkeypatch):
     real = getattr(po, at)
 
     def stopping(*given):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return real(*given)
 
     monkeypatch.setattr(po, at, stopping)

@@ -4,7 +4,6 @@ import argparse
 import copy
 import json
 import math
-import os
 import random
 import shutil
 import signal
@@ -30,6 +29,7 @@ from conftest import (
     golden,
     metrics,
     same,
+    seconds,
 )
 
 CPU = torch.device("cpu")
@@ -969,6 +969,7 @@ def test_dpo_loss_in_loops(source):
     trainer.generator.set_state(state)
     if source == "data":
         pairs = trainer.draw_pairs(6)
+        assert not trainer.pairs  # none are sampled
     else:
         pairs = [trainer.pairs[k] for k in trainer.draw(len(trainer.pairs), 6)]
 
@@ -1033,7 +1034,7 @@ def test_what_starts_from_what():
     for stage in ("ppo", "grpo", "dpo"):
         trainer = tg.Trainer(args, stage, given, data)
         assert same(dict(trainer.actor.state_dict()), dict(given["sft"]))
-        assert len(trainer.pairs) == (8 if stage == "dpo" else 128)
+        assert len(trainer.pairs) == (8 if stage == "dpo" else 0)
         kept = copy.deepcopy((trainer.reference, trainer.reward_model))
         if stage == "ppo":
             assert same(dict(trainer.critic.state_dict()), dict(given["rm"]))
@@ -1312,15 +1313,18 @@ def test_stages_one_by_one(run, tmp_path):
             paths += [f"--{stage}_checkpoint", str(root / stage / stage / "checkpoint-last.pt")]
 
 
-def test_resume_with_other_reviews_is_refused(tmp_path, capsys):
-    """A file that changed since the checkpoint would go on as another run."""
+@pytest.mark.parametrize(
+    "old,new", [("好7", "坏7"), ("1,不好7", "0,不好7"), ("店,1,不好7", "书,1,不好7")]
+)
+def test_resume_with_other_reviews_is_refused(old, new, tmp_path, capsys):
+    """A file that changed since the checkpoint, be it one label, would go on as another run."""
     rows = [f"酒店,{k % 2},{'不' * (k % 2)}好{k}" for k in range(40)]
     path = write(tmp_path / "a.csv", "\n".join(["cat,label,review", *rows]))
     flags = [*TINY, "--csv", path, "--stage", "sft", "--sft_steps", "4", "--save_steps", "2"]
     assert tg.main([*flags, "--quiet", "--output_dir", str(tmp_path)]) == 0
     (checkpoint,) = tmp_path.rglob("checkpoint-000002.pt")
     assert tg.main(["--resume", str(checkpoint), "--quiet"]) == 0
-    write(tmp_path / "a.csv", "\n".join(["cat,label,review", *rows]).replace("好7", "坏7"))
+    write(tmp_path / "a.csv", Path(path).read_text(encoding="utf-8").replace(old, new))
     assert tg.main(["--resume", str(checkpoint), "--quiet"]) == 2
     assert "a.csv has changed since" in capsys.readouterr().err
 
@@ -1332,13 +1336,14 @@ def test_resume_equals_never_stopping(stage, run, tmp_path, monkeypatch):
     for name in tg.STAGES[:k]:
         (folder / name).mkdir(parents=True)
     (folder / stage).mkdir(parents=True)
-    for name in ("checkpoint-000002.pt", "metrics.jsonl"):
-        shutil.copy(run / stage / name, folder / stage)
+    shutil.copy(run / stage / "metrics.jsonl", folder / stage)
+    path = folder / stage / "checkpoint-000002.pt"
+    old = tg.load_checkpoint(str(run / stage / path.name))
+    torch.save(old | {"counters": (old["counters"][0], 1000.0)}, path)
     done = []
     for name, update in tg.UPDATES.items():
         call = lambda t, u=update: done.append(t.stage) or u(t)  # noqa: E731
         monkeypatch.setitem(tg.UPDATES, name, call)
-    path = folder / stage / "checkpoint-000002.pt"
     assert tg.main(["--resume", str(path), "--quiet"]) == 0
     expected = {s: STEPS[s] - 2 * (s == stage) for s in tg.STAGES[k:]}
     assert {s: done.count(s) for s in {*done}} == expected
@@ -1346,9 +1351,8 @@ def test_resume_equals_never_stopping(stage, run, tmp_path, monkeypatch):
         assert metrics(folder / name) == metrics(run / name)
         for checkpoint in (run / name).glob("*.pt"):
             assert same(state(run / name, checkpoint.name), state(folder / name, checkpoint.name))
-    times = [tg.load_checkpoint(str(folder / stage / f"checkpoint-{n}.pt"))["counters"][1]
-             for n in ("000002", "last")]  # fmt: skip
-    assert 0 < times[0] < times[1]
+    last = folder / stage / "checkpoint-last.pt"
+    assert 0 < seconds(run / stage / path.name) < 1000 < seconds(last)  # they add up
 
 
 def interrupt_at(monkeypatch, stage: str, *updates: int) -> None:
@@ -1359,7 +1363,7 @@ def interrupt_at(monkeypatch, stage: str, *updates: int) -> None:
         if trainer.stage == stage:
             calls.append(1)
             if len(calls) in updates:
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
         return real(trainer)
 
     monkeypatch.setitem(tg.UPDATES, stage, update)
@@ -1423,7 +1427,7 @@ def test_another_seed_gives_another_run(run, tmp_path):
 def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys, run):
     folder = tmp_path / "a"
     shutil.copytree(run, folder)
-    path = folder / "dpo" / "checkpoint-last.pt"
+    path = folder / "dpo" / "checkpoint-000004.pt"  # what is saved first
     flags = ["--resume", str(folder / "dpo/checkpoint-000002.pt")]
     assert "dpo" in check_full_disk(tg, path, flags, monkeypatch, capsys)
 
@@ -1730,7 +1734,7 @@ def test_nothing_is_created_on_the_wrong_device(stage):
     with torch.device("meta"):
         row = tg.UPDATES[trainer.stage](trainer)
         row |= tg.evaluate(trainer)
-        if trainer.pairs:
+        if trainer.stage == "dpo":
             trainer.look_at_sft()
     assert all(math.isfinite(value) for value in row.values())
 
