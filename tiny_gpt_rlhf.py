@@ -919,7 +919,7 @@ def run_stage(trainer: Trainer, folder: Path, stop: list[bool]) -> dict[str, flo
         desc=f"{folder.parent.name}/{trainer.stage}", total=steps, disable=args.quiet or None
     )
     bar.update(trainer.step)
-    result = evaluate(trainer)
+    result: dict[str, float] = {}
     try:
         while trainer.step < steps and not stop:
             start = time.perf_counter()
@@ -944,6 +944,7 @@ def run_stage(trainer: Trainer, folder: Path, stop: list[bool]) -> dict[str, flo
                 trainer.save_model(folder / f"checkpoint-{step:06d}.pt")
                 trainer.save_model(folder / "checkpoint-last.pt")
         trainer.save_model(folder / "checkpoint-last.pt")
+        result = result or evaluate(trainer)  # nothing was left to do
         if trainer.step == steps:
             flags = {k: v for k, v in vars(args).items() if v is not None}
             scores = {name.replace("eval", "hparam"): value for name, value in result.items()}
