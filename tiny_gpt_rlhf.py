@@ -914,7 +914,6 @@ def run_stage(trainer: Trainer, folder: Path, stop: list[bool]) -> dict[str, flo
     """All updates of a stage, logged to its own folder. Returns the last evaluation."""
     args, steps = trainer.args, trainer.steps
     writer, rows = open_run(folder, args, trainer.step)
-    every = max(1, steps // args.evaluations)
     bar = tqdm(
         desc=f"{folder.parent.name}/{trainer.stage}", total=steps, disable=args.quiet or None
     )
@@ -930,7 +929,7 @@ def run_stage(trainer: Trainer, folder: Path, stop: list[bool]) -> dict[str, flo
             trainer.train_seconds += time.perf_counter() - start
             metrics["charts/learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
             metrics["charts/train_seconds"] = trainer.train_seconds
-            if step == steps or stop or step % every == 0:
+            if stop or step * args.evaluations // steps > (step - 1) * args.evaluations // steps:
                 metrics |= (result := evaluate(trainer))
                 if trainer.stage != "rm":
                     writer.add_text("samples", "  \n".join(trainer.samples[:10]), step)

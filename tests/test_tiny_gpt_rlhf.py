@@ -1251,6 +1251,15 @@ def run(tmp_path_factory) -> Path:
     return folder / tg.SCRIPT / "all"
 
 
+@pytest.mark.parametrize("number,expected", [("1", [5]), ("2", [3, 5]), ("9", [1, 2, 3, 4, 5])])
+def test_a_stage_is_evaluated_so_often(number, expected, tmp_path):
+    """And at its end, once."""
+    flags = [*TINY, "--stage", "sft", "--sft_steps", "5", "--evaluations", number, "--quiet"]
+    assert tg.main([*flags, "--output_dir", str(tmp_path)]) == 0
+    (path,) = tmp_path.rglob("metrics.jsonl")
+    assert [row["step"] for row in metrics(path.parent) if "eval/perplexity" in row] == expected
+
+
 def test_run_folder_and_tags(run):
     assert {path.name for path in run.iterdir()} == {*tg.STAGES}
     for stage, steps in STEPS.items():
@@ -1280,9 +1289,8 @@ def test_run_folder_and_tags(run):
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line, parse_constant=lambda x: pytest.fail(x)) for line in lines]
         assert [row["step"] for row in rows] == [*range(1, steps + 1)]
-        every = steps // 2
         for row in rows:
-            due = row["step"] % every == 0 or row["step"] == steps
+            due = row["step"] in (math.ceil(steps / 2), steps)
             more = {f"eval/{name}" for name in told} if due else set()
             assert row.keys() == expected | more | {"step"}
         events = events_of(folder, tensors=0)
