@@ -958,6 +958,17 @@ def test_rm_loss_in_loops(kind):
     assert row["losses/accuracy"] == pytest.approx(statistics.mean(right))
 
 
+def test_pairs_come_from_categories_with_both_labels(tmp_path):
+    rows = [f"酒店,{k % 2},好{k}" for k in range(30)]
+    rows += [f"{'水果' if k % 2 else '衣服'},{k % 2},好{k}" for k in range(30)]
+    path = write(tmp_path / "a.csv", "\n".join(["cat,label,review", *rows]))
+    trainer = make_trainer("rm", "--csv", path)
+    assert trainer.categories == ["水果", "衣服", "酒店"]
+    prompt = trainer.vocabulary.prompt("酒店")
+    for good, bad in trainer.draw_pairs(50):
+        assert good[:4] == bad[:4] == prompt
+
+
 @pytest.mark.parametrize("source", ["policy", "data"])
 def test_dpo_loss_in_loops(source):
     flags = ["--dpo_pairs", source, "--dpo_beta", "0.4", "--dpo_alpha", "0.7"]
