@@ -481,7 +481,7 @@ def part_cartpole_grpo() -> list[dict]:
     """Gallery; another integrator, groups with one action, flat groups kept."""
     rows = gallery("cartpole_grpo")
     new = 'envs.kinematics_integrator = "semi-implicit"\n    return envs'
-    edit = cg, "make_envs", "return envs", new
+    edit = cg, "make_envs", ("return envs", new)
     lines = {
         f"{horizon}, {reward}, {how}": f"{BRANCH} --max_steps 50000 --horizon {horizon} "
         f"--reward {reward}"
@@ -504,7 +504,7 @@ def part_cartpole_grpo() -> list[dict]:
             share = torch.cat(same).float().mean().item()
             row = {"exercise": 2, "line": str(size), "seed": seed, "same": share}
             rows.append(row | {"predicted": 2.0 ** (1 - size)})
-    edit = cg, "Trainer.update", "else batch.mask & ~flat", "else batch.mask"
+    edit = cg, "Trainer.update", ("else batch.mask & ~flat", "else batch.mask")
     lines = {"left out": f"{BRANCH} --max_steps 1000000", "edited": f"{BRANCH} --max_steps 1000000"}
     names = "solved", "env_steps", "updates"
     return rows + answers(3, lines, names, edit)

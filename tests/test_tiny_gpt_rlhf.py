@@ -1029,6 +1029,17 @@ def test_scores_are_standardised_and_pairs_ordered():
         assert best[:4] == worst[:4] == prompts[4 * k] and max(group) > min(group)
 
 
+def test_scores_are_standardised_alike_in_all_stages():
+    """Whatever DPO's pairs are made of."""
+    found = []
+    for stage, number in (("ppo", "2"), ("ppo", "4"), ("dpo", "4")):
+        flags = ["--dpo_pairs", "data", "--dpo_candidates", number, "--dpo_texts", "8"]
+        trainer = make_trainer(stage, *flags)
+        trainer.look_at_sft()
+        found.append((trainer.shift, trainer.spread))
+    assert found[0] == found[1] == found[2] and found[0][1] > 0
+
+
 def test_what_starts_from_what():
     """Actor and reference: the SFT model; the critic: the reward model; only parts are trained."""
     args = make_args("--dpo_pairs", "policy")
@@ -1332,6 +1343,15 @@ def test_stages_one_by_one(run, tmp_path):
             paths += [f"--{stage}_checkpoint", str(root / stage / stage / "checkpoint-last.pt")]
 
 
+def test_resume_of_a_finished_stage_tells_its_end(run):
+    """Nothing is left to do but to evaluate."""
+    rows = metrics(run / "dpo")
+    args = tg.parse_args(["--resume", str(run / "dpo" / "checkpoint-last.pt"), "--quiet"])
+    found = tg.train(args)["stages"]["dpo"]
+    assert found == {name[5:]: value for name, value in rows[-1].items() if name[:5] == "eval/"}
+    assert metrics(run / "dpo") == rows
+
+
 @pytest.mark.parametrize(
     "old,new", [("好7", "坏7"), ("1,不好7", "0,不好7"), ("店,1,不好7", "书,1,不好7")]
 )
@@ -1546,6 +1566,15 @@ def test_infer(run, capsys):
         assert tg.main(["--infer", str(path), *flags]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and len({*texts}) == 3
+    saved = tg.load_checkpoint(str(path))
+    args = argparse.Namespace(**saved["config"])
+    trainer = tg.Trainer(args, "sft", {"characters": saved["given"]["characters"]}, ([], []))
+    trainer.actor.load_state_dict(saved["parts"]["actor"])
+    generator = torch.Generator().manual_seed(args.seed)
+    prompts = [trainer.vocabulary.prompt(line.partition("：")[0]) for line in texts[0].splitlines()]
+    batch = tg.sample_batch(trainer.actor, prompts, args.context, args.temperature, generator)
+    written = [line.rpartition("  (")[0] for line in texts[0].splitlines()]
+    assert written == [trainer.vocabulary.decode(row) for row in batch.ids.tolist()]
     for line in texts[0].splitlines():
         review, _, word = line.rpartition("  (")
         truth = {"positive)": 1, "negative)": -1, "no review)": 0}[word]
