@@ -486,7 +486,8 @@ def test_expectation_of_the_plain_estimators(k):
     for n, lam in ((1, 0.0), (2, 0.3), (9, 1.0)):
         close(case.expect("nstep", n_steps=n), expected, single)
         close(case.expect("gae", lam=lam), expected, 1e-13)
-        close(case.expect("ppo", lam=lam, update_epochs=1, clip_epsilon=0.0), expected, 1e-12)
+        # not 0: at the clamp's very border its gradient differs between versions of torch
+        close(case.expect("ppo", lam=lam, update_epochs=1, clip_epsilon=1e-9), expected, 1e-12)
     if case.gamma == 1:
         close(expected, case.truth, 1e-13)
     else:
