@@ -1,6 +1,6 @@
 """Learning curves and trained agents for the pictures of docs/images, measured again.
 
-Run:  python benchmarks/curves.py               all parts, about 16 minutes on one CPU core
+Run:  python benchmarks/curves.py               all parts, about 4 minutes on one CPU core
       python benchmarks/curves.py text_env      only these; the other parts' results stay
 
 Results go to benchmarks/results/curves.json; benchmarks/figures.py draws them. Every run has the
