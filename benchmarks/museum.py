@@ -1,6 +1,6 @@
 """Every number of docs/bug_museum.md, measured again.
 
-Run:  python benchmarks/museum.py              about 20 minutes on one CPU core
+Run:  python benchmarks/museum.py              about 10 minutes on one CPU core
       python benchmarks/museum.py --tables     only write the table of the page anew
 
 Results go to benchmarks/results/museum.json. The bugs themselves are in tests/test_bug_museum.py.
