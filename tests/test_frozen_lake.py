@@ -892,6 +892,14 @@ def test_interrupt_saves_and_resumes_exactly(tmp_path):
     assert same(state(folder), state(tmp_path / fl.SCRIPT / "b"))
 
 
+def test_an_agent_of_large_maps_is_shown_on_a_named_one(tmp_path):
+    """--frozen_lake_size comes from the checkpoint then, and is no contradiction."""
+    flags = ["--frozen_lake_size", "8", "--batch_size", "2", "--eval_maps", "2", "--max_steps", "1"]
+    assert fl.main([*flags, "--quiet", "--output_dir", str(tmp_path)]) == 0
+    (path,) = tmp_path.rglob("checkpoint-last.pt")
+    assert fl.parse_args(["--infer", str(path), "--map", "8x8"]).map.count("/") == 7
+
+
 def test_a_second_interrupt_stops_at_once(tmp_path, monkeypatch, capsys):
     check_second_interrupt(fl, [*SHORT, "--output_dir", str(tmp_path)], monkeypatch, capsys)
 
